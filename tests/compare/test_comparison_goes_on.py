@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from penstock.compare import run
-from penstock.compare.config import comparison_config
+from penstock.compare.config import ComparisonConfig, comparison_config
 from penstock.compare.grid import Key, grid_of, other_settings
 from penstock.compare.results import EvaluationRow, Findings, as_csv
 from penstock.compare.run import ComparisonRun
@@ -21,6 +21,7 @@ from penstock.compare.trial import TrialResult
 from penstock.errors import CapabilityError, ConfigError, DataError, WorkerError
 from penstock.view.comparison_progress import caption
 from support.comparisons import TEXT, TINY, Quiet, compared, configured
+from support.own_methods import written
 
 
 @pytest.mark.slow
@@ -115,11 +116,15 @@ def test_what_is_not_named_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_a_paper_s_other_setting_is_told(tmp_path: Path) -> None:
     """All methods have one optimizer, so a method may not be as its paper has it."""
-    said = "nag-pp: its paper has optimizer.beta1=0.99, here all methods have 0.9"
-    nadam, decay = "optimizer.name=nadam", "optimizer.weight_decay=0.01"
-    assert other_settings(configured("methods=1f1b,stash,nag-pp", nadam, decay)) == [said]
-    assert not other_settings(configured("methods=1f1b,stash,nag-pp", nadam, decay, "optimizer.beta1=0.99"))
-    assert f"{said}." in caption(compared(tmp_path, "methods=1f1b,nag-pp", nadam, "seeds=1", "batches=1"))
+    said = "nag_pp.py:method=nag-pp: its paper has optimizer.beta1=0.99, here all methods have 0.9"
+    nadam = ["methods=1f1b", "optimizer.name=nadam", "optimizer.weight_decay=0.01", "seeds=1", "batches=1"]
+
+    def asked(*changes: str) -> ComparisonConfig:
+        return comparison_config([*TINY, *nadam, *changes], {}, [written("nag-pp")])
+
+    assert other_settings(asked()) == [said]
+    assert not other_settings(asked("optimizer.beta1=0.99"))
+    assert f"{said}." in caption(ComparisonRun(asked(), tmp_path, Quiet()).run())
 
 
 def test_another_comparison_is_refused_before_its_methods_are_looked_at(tmp_path: Path) -> None:

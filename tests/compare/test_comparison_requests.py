@@ -41,11 +41,6 @@ from support.comparisons import TEXT, Quiet, compared
         (["methods=1f1b:delays=1:sync=2"], "delays and sync cannot be combined; leave one of them out"),
         (["methods=2bw:sync=6"], "2bw:sync=6: sync: 1f1b would train the first 6 batches"),
         (["methods=zb-h1:sync=2"], "zb-h1:sync=2: sync: the method has no delay"),
-        (
-            ["methods=wpipe:sync=2", "model.layers=4"],
-            "1f1b cannot be followed by wpipe: they differ in stages",
-        ),
-        (["methods=nag-pp", "optimizer.name=sgd"], "nag-pp: .*NAdam"),
         (["methods=pipemare", "compile=true"], "pipemare: backwards read other weights than their forward"),
         (["methods=2bw,pipedream-2bw"], "2bw is given twice"),
         (["methods=interleaved:chunks=two"], "a name may be followed by options"),

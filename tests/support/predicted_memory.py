@@ -29,8 +29,8 @@ from penstock.simulate.memory.snapshots import Snapshots
 from penstock.stage.blocks.loss import LossFunction
 from penstock.train.config.sections import OptimizerSection
 from penstock.train.setup.optimizers import optimizer_factory
-from penstock.weights.corrections.registry import correction_of
 from support.grouped import grouped
+from support.own_methods import correction_of
 from support.schedules import make_schedule
 
 WIDTH, SAMPLES, TOKENS = 24, 3, 7

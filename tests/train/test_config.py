@@ -21,6 +21,7 @@ from penstock.train.config.schema import TrainConfig
 from penstock.train.prepare.prepare_run import prepare
 from penstock.verify.verify import verify
 from support.offered_methods import OFFERED
+from support.own_methods import chosen
 
 
 def test_the_defaults_are_a_2_stage_2bw_pipeline():
@@ -247,14 +248,15 @@ def test_every_method_starts_by_its_name_alone(method: str) -> None:
 
 
 def test_a_method_s_settings_are_those_that_are_not_given() -> None:
-    nag = load_config(None, ["method=nag-pp"])
+    own = chosen("nag-pp")
+    nag = load_config(None, [own])
     assert (nag.optimizer.name, nag.optimizer.beta1) == ("nadam", 0.99)  # the paper's
-    assert load_config(None, ["method=nag-pp", "optimizer.name=nadam"]).optimizer.beta1 == 0.99
-    assert load_config(None, ["method=nag-pp", "optimizer.beta1=0.9"]).optimizer.beta1 == 0.9
-    other = load_config(None, ["method=spike", "optimizer.name=adamw"]).optimizer
+    assert load_config(None, [own, "optimizer.name=nadam"]).optimizer.beta1 == 0.99
+    assert load_config(None, [own, "optimizer.beta1=0.9"]).optimizer.beta1 == 0.9
+    other = load_config(None, [chosen("spike"), "optimizer.name=adamw"]).optimizer
     assert (other.name, other.nesterov) == ("adamw", True)  # refused later: it is not what the method needs
-    assert load_config(None, ["method=2gw"]).max_grad_norm is None
-    assert load_config(None, ["method=wpipe", "max_grad_norm=2"]).max_grad_norm == 2
+    assert load_config(None, [chosen("wpipe")]).max_grad_norm is None
+    assert load_config(None, [chosen("wpipe"), "max_grad_norm=2"]).max_grad_norm == 2
     assert load_config(None, ["method=2bw"]) == load_config(None, [])
 
 

@@ -146,7 +146,9 @@ def _checked(
     from penstock.train.setup.model_shape import check_enough_blocks
 
     file = config if resume is None else _config_of(resume, config)
-    settings = load_config(file, changes, proves=local)  # rank 0 of a job that runs already proves for all
+    settings = load_config(
+        file, changes, proves=local, resumes=resume is not None
+    )  # rank 0 of a job that runs already proves for all
     check_enough_blocks(settings)
     check_surroundings(os.environ, settings.processes)
     say_places(settings)

@@ -15,12 +15,13 @@ from penstock.schedule.ir.limits import MOST_BATCHES, MOST_MICROBATCHES, MOST_ST
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.method_parsing import (
     CORRECTION,
+    OWN,
     RULE,
     split_options,
     written_order,
 )
 from penstock.train.config.load import apply_change, validate
-from penstock.train.config.own_schedule import is_file, read_own_schedule, size_fault
+from penstock.train.config.own_schedule import is_file, read_own_method, read_own_schedule, refuse_code, size_fault
 from penstock.train.config.sections import OptimizerSection, RateSection
 from penstock.train.config.values import MOST_THREADS, Number, Strict
 
@@ -166,6 +167,8 @@ def comparison_config(
         ScheduleError: the schedule in a file is wrong.
     """
     values = dict(values or {})
+    for text in dict(values.get("schedules") or {}).values():
+        refuse_code(text, "the configuration")
     for change in changes:
         apply_change(ComparisonConfig, values, change)
     values |= {key: value for key, value in given.items() if value is not None}
@@ -180,7 +183,9 @@ def comparison_config(
             raise ConfigError(f"{key}: method {row.name!r} has its own, {getattr(row, key)}; it is for a --file")
     schedules = {**config.schedules, **{name: read for _, name, read in own}}
     for name, text in schedules.items():
-        if is_file(text):
+        if is_file(text) and (read := read_own_method(text, rule, correction)) is not None:
+            schedules[name] = read[0]
+        elif is_file(text):
             written = written_order(text)
             if written.correction != written_order(name).correction:
                 raise ConfigError(
@@ -188,7 +193,8 @@ def comparison_config(
                     f"{name}:{CORRECTION}={written.correction}"
                 )
             schedules[name] = read_own_schedule(written, config.stages, config.microbatches)
-        if fault := size_fault(schedules[name], {"stages": config.stages, "microbatches": config.microbatches}):
+        fault = size_fault(schedules[name], {"stages": config.stages, "microbatches": config.microbatches})
+        if fault is not None:
             raise ConfigError(f"{name}: {fault}; all methods are compared with one size")
     named = [*(config.methods if "methods" in values or not own else ()), *(label for label, _, _ in own)]
     given_here = {"methods": named} if "methods" in values or own else {}
@@ -197,8 +203,11 @@ def comparison_config(
 
 def _own_entry(file: str, rule: str | None, correction: str | None) -> tuple[str, str, str]:
     """Return the label of an order of one's own, its name, which is that of its file, and what is to be read."""
-    path, options = split_options(file, (RULE, CORRECTION))
+    path, options = split_options(file, OWN)
     ours = "".join(f":{option}={written_value(options.pop(option))}" for option in (SYNC, DELAYS) if option in options)
+    if read_own_method(write_options(path, options), rule, correction) is not None:
+        said = write_options("", options)
+        return f"{Path(path).name}{said}{ours}", f"{Path(path).name}{said}", f"{path}{said}"
     written = written_order(write_options(path, options), rule, correction)
     choices = {name: value for name, value in ((RULE, written.rule), (CORRECTION, written.correction)) if value}
     said = write_options("", {**written.options, **choices, **written.correcting})

@@ -17,6 +17,8 @@ from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.method import Method
 from penstock.schedule.methods.method_parsing import (
     CORRECTION,
+    METHOD,
+    OWN,
     RULE,
     Written,
     numbers_of,
@@ -24,8 +26,7 @@ from penstock.schedule.methods.method_parsing import (
     whole_numbers,
     written_order,
 )
-from penstock.schedule.orders import ORDERS
-from penstock.train.config.own_schedule import own_row
+from penstock.train.config.own_schedule import held_method, own_row
 from penstock.train.config.values import MOST_DELAY
 
 SYNC, DELAYS = "sync", "delays"
@@ -42,7 +43,7 @@ class Contender:
         options: of its order, such as chunks=4, and of its correction, such as reschedule=100.
         sync: batches that 1f1b trains before it (PipeMare's T3, arXiv 1910.05124, section 3.3).
         delays: the number of updates by which all weights are delayed artificially, under a method that flushes.
-        schedule: an order of one's own, as text; None for a method of the table.
+        schedule: an order of one's own, as text; None for a method of the table or of one's own.
     """
 
     method: Method
@@ -59,7 +60,7 @@ class Contender:
             ConfigError: the order has no such option either, or the value is not a whole number.
         """
         others = {name: value for name, value in self.options if name not in self._corrections}
-        known = order_options(ORDERS[self.method.order])
+        known = order_options(self.method.order_function)
         for name in others:
             if name not in known:
                 raise ConfigError(no_option(f"method {self.method.name}", name, [*known, *self._corrections]))
@@ -73,7 +74,7 @@ class Contender:
 
     @property
     def _corrections(self) -> Collection[str]:
-        return CORRECTIONS[self.method.correction].options
+        return self.method.spec.options
 
     @property
     def label(self) -> str:
@@ -93,7 +94,7 @@ def parse_contender(text: str, schedules: Mapping[str, str] = NO_SCHEDULES) -> C
     Raises:
         ConfigError: unknown method, or options of another form.
     """
-    name, options = split_options(text, (RULE, CORRECTION))
+    name, options = split_options(text, OWN)
     ours = {}
     for option, means, limit in (
         (SYNC, "batches that 1f1b trains first", MOST_BATCHES),
@@ -108,6 +109,10 @@ def parse_contender(text: str, schedules: Mapping[str, str] = NO_SCHEDULES) -> C
     if all(ours.values()):
         raise ConfigError(f"methods: {text!r}: delays and sync cannot be combined; leave one of them out")
     own = write_options(name, options)
+    if own in schedules and (row := held_method(schedules[own])) is not None:
+        given = tuple(sorted(numbers_of(options).items()))
+        several = f":{METHOD}={options[METHOD]}" if METHOD in options else ""
+        return Contender(replace(row, name=f"{name}{several}"), given, ours[SYNC], ours[DELAYS])
     if own in schedules:
         written = written_order(own)
         correcting = written.correcting
@@ -123,8 +128,11 @@ def parse_contender(text: str, schedules: Mapping[str, str] = NO_SCHEDULES) -> C
 def write_options(name: str, options: Mapping[str, Written]) -> str:
     """Write options after a name: those of an order, its rule, its correction, the options of that, each sorted."""
     correcting = CORRECTIONS[str(options[CORRECTION])].options if options.get(CORRECTION) in CORRECTIONS else ()
-    ordered = sorted(options, key=lambda option: (option in correcting, option == CORRECTION, option == RULE, option))
-    return ":".join([name, *(f"{option}={written_value(options[option])}" for option in ordered)])
+
+    def place(option: str) -> tuple[bool, bool, bool, bool, str]:
+        return option != METHOD, option in correcting, option == CORRECTION, option == RULE, option
+
+    return ":".join([name, *(f"{option}={written_value(options[option])}" for option in sorted(options, key=place))])
 
 
 def written_value(value: Written) -> str:

@@ -117,9 +117,9 @@ def _plans(
     correction = make_correction(row.correction, contender.for_correction, config.batches, config.lr_schedule.warm_up)
     request: ScheduleRequest | Schedule
     if contender.schedule is not None:
-        request = own_schedule(contender.schedule, row.correction)
+        request = own_schedule(contender.schedule, row.spec.name)
     else:
-        request = ScheduleRequest(row.name, config.stages, config.microbatches, options=contender.for_order)
+        request = ScheduleRequest(row, config.stages, config.microbatches, options=contender.for_order)
     options = PipelineOptions().changed(
         lr_scheduler=by_factor(rate_schedule(config.lr_schedule, config.batches)),
         divisor=config.microbatches * config.microbatch_size * task.units,

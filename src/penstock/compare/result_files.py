@@ -26,7 +26,7 @@ from penstock.compare.tasks import Task
 from penstock.compare.trial import TrialResult
 from penstock.errors import ConfigError, DataError
 from penstock.guarded_files import write_whole
-from penstock.train.config.own_schedule import schedule_in
+from penstock.train.config.own_schedule import is_same
 from penstock.train.config.sections import special_options
 
 SCHEMA = 1
@@ -66,7 +66,7 @@ def _same_schedules(there: Mapping[str, str], now: Mapping[str, str], folder: Pa
         ConfigError: one of them is not what it was.
     """
     for name in there.keys() & now.keys():
-        if schedule_in(there[name]) != schedule_in(now[name]):
+        if not is_same(there[name], now[name]):
             raise ConfigError(
                 f"--out {str(folder)!r} has results of another {name}: its file has changed since. Give it another "
                 "name, or use another folder"

@@ -270,7 +270,7 @@ def _peaks(plans: Sequence[PipelinePlan], sizes: Mapping[int, StageBytes]) -> tu
             options.data_parallel.width,
             options.precision.low is not None,
             frozenset(index for index in range(proof.schedule.num_stages) if recompute.of(index) == "block"),
-            options.staleness.correction_name,
+            options.staleness.spec,
             proof.steady_from + SETTLED,
             combine=options.data_parallel.combine,
             averages=options.update.ema_decay is not None,

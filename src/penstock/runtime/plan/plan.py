@@ -119,7 +119,7 @@ class UnprovenPlan:
         fault = parallel.combine.fault(
             plain,
             parallel.width,
-            staleness.correction_name,
+            staleness.spec.name,
             tied=bool(ties),
             fast=parallel.fast,
             delayed=staleness.chosen,

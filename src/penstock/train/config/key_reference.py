@@ -14,7 +14,6 @@ from penstock.checks import nearest_keys
 from penstock.schedule.ir.order import order_options
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.table import METHODS
-from penstock.schedule.orders import ORDERS
 from penstock.train.config.schema import TrainConfig
 
 Key = tuple[str, Any, str]
@@ -73,7 +72,7 @@ def order_keys() -> Iterator[Key]:
     """Yield the options of orders; the default is None where each order has its own."""
     found: dict[str, dict[str, int | None]] = {}
     for row in METHODS.values():
-        for option, default in order_options(ORDERS[row.order]).items():
+        for option, default in order_options(row.order_function).items():
             found.setdefault(option, {})[row.name] = default
     for option, methods in found.items():
         defaults = set(methods.values())
@@ -85,7 +84,7 @@ def correction_keys() -> Iterator[Key]:
     """Yield the options of corrections."""
     options = {name: option for spec in CORRECTIONS.values() for name, option in spec.options.items()}
     for name, option in options.items():
-        methods = [row.name for row in METHODS.values() if name in CORRECTIONS[row.correction].options]
+        methods = [row.name for row in METHODS.values() if name in row.spec.options]
         yield f"correction.{name}", option.default, f"of {', '.join(methods)}: {option.meaning}"
 
 
