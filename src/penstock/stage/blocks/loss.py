@@ -198,7 +198,7 @@ class WeighedLoss:
         try:
             share, own = watch.mean_of(total)
             weight, self.size = samples * share, 0.0 if own else size_of(output, marked, samples)
-            if not self._whole and watch.way not in self._tried and weight:
+            if not (self._whole or watch.way in self._tried or watch.differentiates) and weight:
                 self._tried.add(watch.way)
                 _Trial(self._loss, self.frame, output, marked).run()
         except NoMeanError as error:
@@ -255,7 +255,7 @@ class _Trial:
 
     It is not if a loss compares samples, or takes a number that depends on all of them or on how many there are. The
     two are of a microbatch; in variants of them outputs are others, and some targets zero or ignored, as microbatches
-    without padding say little about others. A loss that draws random numbers otherwise than by torch is not compared.
+    without padding say little about others.
 
     Args:
         loss: the function.
@@ -265,11 +265,11 @@ class _Trial:
     """
 
     def __init__(self, loss: LossFunction, frame: LossWatch, output: Any, target: Any) -> None:
-        self._loss, self._frame, self._samples = _copy_of(loss), frame, count_samples(output, target) or 0
+        self._loss, self._frame, self._samples = loss, frame, count_samples(output, target) or 0
         self._dim = next((dim for _, dim in sample_dims(target) if dim is not None), 0)
         self._given = output, target
 
-    @torch.no_grad()
+    @torch.enable_grad()
     def run(self) -> None:
         """Try two samples.
 
@@ -278,7 +278,8 @@ class _Trial:
         """
         if not self._samples:
             return
-        pair = self._picked(self._given, self._samples, (0, 1) if self._samples > 1 else (0, 0))
+        given = _changed(self._given, Tensor.detach)
+        pair = self._picked(given, self._samples, (0, 1) if self._samples > 1 else (0, 0))
         size = sum(leaf.numel() for leaf in leaves_of(pair[0]) if isinstance(leaf, Tensor))
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
             for number, variant in enumerate(_variants(pair) if size <= _LARGE else (pair,)):
@@ -296,7 +297,6 @@ class _Trial:
         try:
             found = [self._of(*self._picked(pair, 2, (k,))) for k in (0, 1)]
             found.append(self._of(*pair))
-            again = self._of(*pair)
         except NoMeanError:
             if must or found:
                 raise
@@ -305,11 +305,11 @@ class _Trial:
             if must:
                 raise NoMeanError(f"with one or two of the samples by themselves it fails ({error})") from None
             return False
-        if again != found[2]:  # it draws random numbers
-            return True
         totals, weights, few = zip(*found, strict=True)
-        same = (abs(a + b - both) <= max(few) * max(a, b, both, -a, -b) for a, b, both in (totals, weights))
-        if all(map(math.isfinite, (*totals, *weights))) and not all(same):
+        same = (abs(a + b - both) <= max(few) * max(abs(a), abs(b), abs(both)) for a, b, both in (totals, weights))
+        if math.isfinite(totals[2]) and not all(same):
+            if self._of(*pair) != found[2]:
+                raise NoMeanError("it returns another number when it is called again")
             raise NoMeanError(
                 "that of two samples is not the mean of those of each, so it compares samples, or takes a number that "
                 "depends on how many there are"
@@ -318,32 +318,41 @@ class _Trial:
 
     def _of(self, output: Any, target: Any) -> tuple[float, float, float]:
         """Return a sum over samples, its weight, and how exact they are."""
+        target = _changed(target, Tensor.clone)
+        output = _changed(output, lambda leaf: leaf.detach().requires_grad_(_is_float(leaf)).clone())
+        torch.default_generator.manual_seed(0)
         with LossWatch(output, sample_dims(target), self._samples, self._frame, calm=True) as watch:
-            torch.manual_seed(0)
-            total = call_loss(self._loss, output, without_marks(target))
+            total = call_loss(_copy_of(self._loss), output, without_marks(target))
         weight = (count_samples(output, target) or 1) * float(watch.mean_of(total)[0])
         coarse = max(torch.finfo(leaf.dtype).eps for leaf in (total, *leaves_of(output)) if _is_float(leaf))
         return (float(total) * weight if weight else 0.0), weight, max(1e-5, coarse**0.5)
 
 
 def _variants(pair: Any) -> Iterator[Any]:
-    """Yield an output and target of two samples, and others that are made of them."""
+    """Yield an output and target of two samples, and others that are made of them, the second one's more so."""
     generator = torch.Generator().manual_seed(0)
+
+    def moved(leaf: Tensor) -> Tensor:
+        noise = torch.rand(leaf.shape, generator=generator) * (1 + 3 * _second(leaf))
+        return leaf.cpu() + 3 * noise - 1 if _is_float(leaf) else leaf.cpu()
 
     def weaker(leaf: Tensor) -> Tensor:
         return leaf.cpu() * (0.5 + torch.rand(leaf.shape, generator=generator) / 2) if _is_float(leaf) else leaf.cpu()
 
-    def moved(leaf: Tensor) -> Tensor:
-        return leaf.cpu() + 3 * torch.rand(leaf.shape, generator=generator) - 1 if _is_float(leaf) else leaf.cpu()
-
-    def some(leaf: Tensor, value: int) -> Tensor:
-        fits = value == 0 or (leaf.dtype.is_signed and not _is_float(leaf))
-        return leaf.cpu().masked_fill(torch.rand(leaf.shape, generator=generator) < 0.5 * fits, value)
+    def some(leaf: Tensor, value: int | None) -> Tensor:
+        fits = value == 0 or (value and leaf.dtype.is_signed and not _is_float(leaf))
+        odd = torch.arange(leaf.numel()).view(leaf.shape) % 2 == 1
+        return leaf.cpu().masked_fill(_second(leaf) & odd, value or 0) if fits else leaf.cpu()
 
     yield pair
-    yield _changed(pair[0], moved), _changed(pair[1], Tensor.cpu)
-    for value in (0, -100):
-        yield _changed(pair[0], weaker), _changed(pair[1], functools.partial(some, value=value))
+    for value in (None, 0, -100):
+        for other in (moved, moved, weaker):  # what is a probability must stay one
+            yield _changed(pair[0], other), _changed(pair[1], functools.partial(some, value=value))
+
+
+def _second(leaf: Tensor) -> Tensor:
+    """Return which elements are in the second half of a tensor."""
+    return torch.arange(leaf.numel()).view(leaf.shape) * 2 >= leaf.numel()
 
 
 def _changed(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -96,6 +96,7 @@ class LossWatch(TorchFunctionMode):
 
     Attributes:
         way: the operations so far, as a number.
+        differentiates: one of them took gradients.
     """
 
     def __init__(
@@ -108,13 +109,11 @@ class LossWatch(TorchFunctionMode):
         calm: bool = False,
     ) -> None:
         super().__init__()
-        self.way, self._frame, self._calm = 0, frame, calm
+        self.way, self.differentiates, self._frame, self._calm = 0, False, frame, calm
         self._states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # None: depends on neither
         for leaf in leaves_of(output):
             if isinstance(leaf, Tensor):
-                own = _Data() if leaf.dim() or frame is None else frame._state_of(leaf) or _OTHERWISE
-                means = isinstance(own, _Means)
-                self._states[leaf] = _Means(tuple(n / samples for n in own.shares), own=True) if means else own
+                self._states[leaf] = _Data() if leaf.dim() or frame is None else frame.own(leaf, samples)
         for leaf, dim in target:
             self._states[leaf] = None if dim is None else _Data()
 
@@ -143,11 +142,13 @@ class LossWatch(TorchFunctionMode):
         for leaf in result if isinstance(result, tuple | list) else (result,):
             if not isinstance(leaf, Tensor):
                 continue
-            if not all(isinstance(state, _Data | None) for state in found):
+            if name == "grad":  # of a microbatch by itself: like a number that multiplies or is added
+                self._states[leaf], self.differentiates = None, True
+            elif not all(isinstance(state, _Data | None) for state in found):
                 self._states[leaf] = _after_reduction(name, args, found, alone=self._frame is None)
             elif self._frame is None:
                 self._states[leaf] = None if given is None else _after_own_loss(name, given)
-            elif name == "grad" or not any(found):  # of a microbatch by itself: like a number that multiplies
+            elif not any(found):
                 self._states[leaf] = None
             else:
                 data = [state for state in found if isinstance(state, _Data)]
@@ -157,6 +158,11 @@ class LossWatch(TorchFunctionMode):
                     self._states[leaf] = _after_loss(name, given, data[0].share)
                 else:
                     self._states[leaf] = _after_operation(name, args, data, tensors[0], leaf)
+
+    def own(self, number: Tensor, samples: float) -> _State:
+        """Return what a number is that the model has computed itself; one that is unknown may be added to means."""
+        state = self._state_of(number) or _Means((), own=True)
+        return state._replace(shares=tuple(n / samples for n in state.shares)) if isinstance(state, _Means) else state
 
     def mean_of(self, total: Tensor) -> tuple[Share, bool]:
         """Return the part of its samples that a loss counts as a mean over them; and whether the model has computed it.
@@ -170,6 +176,8 @@ class LossWatch(TorchFunctionMode):
             sums = "it is a sum, which was not divided by the number of what was added up"
             why = {_Sum: sums, _Data: "it is no mean over samples"}
             raise NoMeanError(state.why if isinstance(state, _Unknown) else why[type(state)])
+        if not means.shares:
+            raise NoMeanError(_OTHERWISE.why)
         first, *others = means.shares
         if not all(other is first or float(other) == float(first) for other in others):  # waits for a GPU
             raise NoMeanError("it adds means that are divided by different numbers (some ignore targets, or pick them)")
@@ -178,7 +186,7 @@ class LossWatch(TorchFunctionMode):
     def _state_of(self, tensor: Tensor) -> _State | None:
         """Return what is known of a tensor; of one that no operation of torch has made, if it has a graph: data."""
         if tensor in self._states or self._frame is None or tensor.grad_fn is None:
-            state: _State | None = self._states.get(tensor)
+            state: _State | None = self._states.get(tensor, None)  # type: ignore[no-untyped-call]
             return state
         return _Data()
 
