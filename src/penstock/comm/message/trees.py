@@ -59,7 +59,7 @@ def count_samples(output: Any, target: Any) -> int | None:
     return next(found, next(lists, None))
 
 
-def size_of(output: Any, target: Any, samples: float) -> float:
+def sample_size(output: Any, target: Any, samples: float) -> float:
     """Return a number for the shapes of a microbatch, but for that of its samples: the elements of one, if alone."""
     leaves = [leaf for leaf, dim in (*sample_dims(target), *sample_dims(output)) if dim is not None]
     sizes = [leaf.numel() / samples for leaf in leaves if any(length % samples == 0 for length in leaf.shape)]

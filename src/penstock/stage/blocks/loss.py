@@ -25,7 +25,7 @@ from torch.nn.modules.loss import _Loss
 from torch.utils import _pytree as pytree
 
 from penstock.checks import in_short
-from penstock.comm.message.trees import count_samples, leaves_of, picked, sample_dims, size_of, without_marks
+from penstock.comm.message.trees import count_samples, leaves_of, picked, sample_dims, sample_size, without_marks
 from penstock.errors import ConfigError
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.stage.blocks.loss_watch import LossWatch, NoMeanError, Share
@@ -197,10 +197,10 @@ class WeighedLoss:
         weight: Share = samples
         try:
             share, own = watch.mean_of(total)
-            weight, self.size = samples * share, 0.0 if own else size_of(output, marked, samples)
+            weight, self.size = samples * share, 0.0 if own else sample_size(output, marked, samples)
             if not (self._whole or watch.way in self._tried or watch.differentiates) and weight:
                 self._tried.add(watch.way)
-                _Trial(self._loss, self.frame, output, marked).run()
+                _LossTrial(self._loss, self.frame, output, marked).run()
         except NoMeanError as error:
             if not self._whole:
                 raise self._error(_no_mean(str(error))) from None
@@ -250,7 +250,7 @@ class WeighedLoss:
         return ConfigError(f"{self._where}: {text}")
 
 
-class _Trial:
+class _LossTrial:
     """Makes sure that the loss of two samples is the mean of those of each, weighted as it is found to be.
 
     It is not if a loss compares samples, or takes a number that depends on all of them or on how many there are. The
