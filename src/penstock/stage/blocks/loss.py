@@ -265,7 +265,7 @@ class _LossTrial:
     """
 
     def __init__(self, loss: LossFunction, frame: LossWatch, output: Any, target: Any) -> None:
-        self._loss, self._frame, self._samples = loss, frame, count_samples(output, target) or 0
+        self._loss, self._frame, self._samples = _copy_of(loss), frame, count_samples(output, target) or 0
         self._dim = next((dim for _, dim in sample_dims(target) if dim is not None), 0)
         self._given = output, target
 
@@ -322,7 +322,7 @@ class _LossTrial:
         output = _changed(output, lambda leaf: leaf.detach().requires_grad_(_is_float(leaf)).clone())
         torch.default_generator.manual_seed(0)
         with LossWatch(output, sample_dims(target), self._samples, self._frame, calm=True) as watch:
-            total = call_loss(_copy_of(self._loss), output, without_marks(target))
+            total = call_loss(self._loss, output, without_marks(target))
         weight = (count_samples(output, target) or 1) * float(watch.mean_of(total)[0])
         coarse = max(torch.finfo(leaf.dtype).eps for leaf in (total, *leaves_of(output)) if _is_float(leaf))
         return (float(total) * weight if weight else 0.0), weight, max(1e-5, coarse**0.5)
@@ -362,6 +362,7 @@ def _changed(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def _copy_of(loss: LossFunction) -> LossFunction:
     """Return a copy of a loss that is an object, such as a module, with the same parameters: to be called, and left."""
+    loss = getattr(loss, "_orig_mod", getattr(loss, "_torchdynamo_orig_callable", loss))  # what was compiled
     held = loss.parameters() if isinstance(loss, nn.Module) else ()
     with suppress(Exception):  # it has what cannot be copied
         return copy.deepcopy(loss, {id(parameter): parameter for parameter in held})

@@ -201,15 +201,7 @@ class LossWatch(TorchFunctionMode):
 
 
 def _after_operation(name: str, args: Sequence[Any], data: Sequence[_Data], source: Tensor, result: Tensor) -> _State:
-    """Return what an operation on data gives.
-
-    Args:
-        name: of the operation.
-        args: of it.
-        data: what its tensors are.
-        source: the first tensor.
-        result: of the operation.
-    """
+    """Return what an operation on data gives."""
     share, averaged = data[0].share, any(state.averaged for state in data)
     if name in ("nanmean", "nansum"):
         return _Unknown(f"{name} leaves numbers out")
@@ -253,14 +245,8 @@ _OVER_CLASSES = frozenset(("cross_entropy", "nll_loss", "linear_cross_entropy"))
 def _after_reduction(
     name: str, args: Sequence[Any], found: Sequence[_State | None], *, alone: bool = False
 ) -> _State | None:
-    """Return what an operation gives, one of whose tensors is a sum or a mean over samples.
-
-    Args:
-        name: of the operation.
-        args: of it.
-        found: what its tensors are.
-        alone: no other tensor may multiply a mean.
-    """
+    """Return what an operation gives, one of whose tensors is a sum or a mean over samples."""
+    # alone: no other tensor may multiply a mean
     states = [state for state in found if state is not None]
     first, constants = states[0], len(states) < len(found)
     unknown = next((state for state in states if isinstance(state, _Unknown)), None)
@@ -347,13 +333,7 @@ def _after_own_loss(name: str, given: Mapping[str, Any]) -> _State:
 
 
 def _after_loss(name: str, given: Mapping[str, Any], share: float) -> _State:
-    """Return what one of torch's losses gives.
-
-    Args:
-        name: of the loss.
-        given: its arguments by name.
-        share: the part of its input and target that masks have picked.
-    """
+    """Return what one of torch's losses gives."""
     reduction, target = given["reduction"], given.get("target")
     if given.get("size_average") is not None or given.get("reduce") is not None:
         reduction = _reduction.legacy_get_string(given["size_average"], given["reduce"], emit_warning=False)
