@@ -268,6 +268,7 @@ class _LossTrial:
         self._loss, self._frame, self._samples = _copy_of(loss), frame, count_samples(output, target) or 0
         self._dim = next((dim for _, dim in sample_dims(target) if dim is not None), 0)
         self._given = output, target
+        self._aligns = False
 
     @torch.enable_grad()
     def run(self) -> None:
@@ -283,6 +284,8 @@ class _LossTrial:
         size = sum(leaf.numel() for leaf in leaves_of(pair[0]) if isinstance(leaf, Tensor))
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
             for number, variant in enumerate(_variants(pair) if size <= _LARGE else (pair,)):
+                if number > 3 and self._aligns:  # other targets
+                    break
                 wide = _changed(variant, lambda leaf: leaf.double() if _is_float(leaf) else leaf)
                 if size > _EXACT or not self._try(wide):
                     self._try(variant, must=not number)
@@ -323,6 +326,7 @@ class _LossTrial:
         torch.default_generator.manual_seed(0)
         with LossWatch(output, sample_dims(target), self._samples, self._frame, calm=True) as watch:
             total = call_loss(self._loss, output, without_marks(target))
+        self._aligns |= watch.aligns
         weight = (count_samples(output, target) or 1) * float(watch.mean_of(total)[0])
         coarse = max(torch.finfo(leaf.dtype).eps for leaf in (total, *leaves_of(output)) if _is_float(leaf))
         return (float(total) * weight if weight else 0.0), weight, max(1e-5, coarse**0.5)

@@ -97,6 +97,7 @@ class LossWatch(TorchFunctionMode):
     Attributes:
         way: the operations so far, as a number.
         differentiates: one of them took gradients.
+        aligns: one of them was `ctc_loss`, which reads memory of others where targets are no classes.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class LossWatch(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.way, self.differentiates, self._frame, self._calm = 0, False, frame, calm
+        self.aligns = False
         self._states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # None: depends on neither
         for leaf in leaves_of(output):
             if isinstance(leaf, Tensor):
@@ -134,7 +136,7 @@ class LossWatch(TorchFunctionMode):
         name, given = _name_of(func), _given_to_loss(func, args, kwargs)
         if self._frame is None and not self._states and given is None:
             return
-        self.way = hash((self.way, name))
+        self.way, self.aligns = hash((self.way, name)), self.aligns or name == "ctc_loss"
         if name == "setitem":
             self._states[args[0]] = self._after_writing(args[0], args[2])
         tensors = list(_tensors_in((*args, *kwargs.values())))
