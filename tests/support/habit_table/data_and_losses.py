@@ -399,10 +399,10 @@ def shuffled_without_generator() -> Script:
     return Script(around(nn.Tanh), data.DataLoader(data.TensorDataset(x, y), batch_size=SAMPLES, shuffle=True))
 
 
-@habit(LOSSES)
+@habit(LOSSES, Refused("how much that counts", IN_A_BATCH))
 def running_loss() -> Script:
-    """A loss with a running mean in a buffer; gradients accumulated in plain torch, too."""
-    return judged_by(RunningLoss(), accumulates=True)
+    """A loss with a running mean in a buffer."""
+    return judged_by(RunningLoss())
 
 
 class RunningLoss(nn.Module):
