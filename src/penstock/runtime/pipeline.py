@@ -294,7 +294,7 @@ class Pipeline(SavedStates):
                 model; on the other ranks a DataError.
         """
         check_same_blocks(*self._given)
-        total, weight, numbers = self._spans.evaluate(batches, averaged)
+        total, weight, numbers, _ = self._spans.evaluate(batches, averaged)
         return with_numbers(Evaluation(total / weight, weight), numbers) if weight else None
 
     def predict(self, batches: Batches, *, averaged: bool = False) -> Iterator[Any]:

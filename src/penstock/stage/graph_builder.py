@@ -226,7 +226,7 @@ class GraphBuilder:
         return (
             (kept, output[1]) if microbatch.piece else kept,
             total,
-            UnreadLoss(unread(total), weight, module.weighed.numbers),
+            UnreadLoss(unread(total), weight, module.weighed.numbers, module.weighed.size),
         )
 
     def seed(self, total: Tensor, scale: float) -> Tensor:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.replay.comparison import check_stages
 from penstock.partition.replay.placeholder import ResultSpec, TensorSpec, result_as_text, result_of_text
-from penstock.partition.replay.stage_forward import Count, Cut, Seed, Specs, StageForward, without_graphs
+from penstock.partition.replay.stage_forward import Cut, Note, Seed, Specs, StageForward, without_graphs
 from penstock.partition.replay.units import (
     PassClock,
     UnitGroup,
@@ -95,8 +95,7 @@ class ModelStage(UnitPart):
     Attributes:
         parts: the blocks of the stage.
         precision: that float32 weights are cast to; None for their own.
-        count: returns how many targets a loss counts that is called between units (`StageForward`).
-        counted: how many they were in the last forward, each with its node; None if nobody counts.
+        note: is told of operations between units (`StageForward`).
     """
 
     def __init__(self, blocks: UnitBlocks, cut: Cut, index: int) -> None:
@@ -104,8 +103,7 @@ class ModelStage(UnitPart):
         super().__init__(blocks.model, _joined(parts.values()))
         self.parts, self._blocks, self._cut, self._index = parts, blocks, cut, index
         self.precision: torch.dtype | None = None
-        self.count: Count | None = None
-        self.counted: list[Any] | None = None
+        self.note: Note | None = None
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile each unit."""
@@ -137,8 +135,7 @@ class ModelStage(UnitPart):
             device = next((p.device for p in self.parameters()), torch.device("cpu"))
             args, kwargs = pytree.tree_map(partial(_decoded, device=device), (args, kwargs))
         specs = self._blocks.specs(self.precision)
-        forward = StageForward(model, specs, self._cut, self._index, received, seed, bound=True, count=self.count)
-        self.counted = None if self.count is None else forward.counted
+        forward = StageForward(model, specs, self._cut, self._index, received, seed, bound=True, note=self.note)
         with self._bare_in_place(), _mode_of(model, self.training):
             before = state_of(self._blocks.around.items())
             output = forward.run(args, kwargs)

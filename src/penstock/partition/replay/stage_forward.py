@@ -40,8 +40,8 @@ from penstock.partition.replay.placeholder import (
 
 Seed = Callable[[str], None]
 """Seeds torch's generators for a unit or an operation of the frame, by its name."""
-Count = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Sequence[Any]]
-"""A function and its arguments -> how many targets it counts, if it is a loss; else nothing."""
+Note = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any], Any], None]
+"""Takes down that a function was called with such arguments, and what it returned."""
 
 
 class Cut(NamedTuple):
@@ -169,14 +169,13 @@ class StageForward(TorchFunctionMode):
         received: values from earlier stages.
         seed: for units and operations that may draw random numbers.
         bound: versions of weights are in the places of the parameters that this stage trains.
-        count: returns how many targets a loss counts; None where nobody asks.
+        note: is told of the operations that run here, and of their results; None where nobody asks.
 
     Attributes:
         sent: what later stages need of the values that are here, and as text what they cannot know of results.
         calls: the units that were called, in their order.
         used: identities of the parameters and buffers that the frame took, with the units before (None before the
             first), each with the operation.
-        counted: how many targets each loss of the frame has counted, and its node.
         lives: of the values that one stage computes, where all of the model runs: how many calls of units came before
             them, how many before they were last taken, and their bytes.
     """
@@ -191,12 +190,11 @@ class StageForward(TorchFunctionMode):
         seed: Seed,
         *,
         bound: bool = False,
-        count: Count | None = None,
+        note: Note | None = None,
     ) -> None:
         super().__init__()
         self._model, self._specs, self._cut, self._stage, self._seed = model, specs, cut, stage, seed
-        self._received, self._bound, self._count = received, bound, count
-        self.counted: list[Any] = []
+        self._received, self._bound, self._note = received, bound, note
         self._number, self._minor, self._at = 0, 0, 0
         self.borders: Any = None  # what watches them, in a recording
         self._written_behind: list[Tensor] = []  # by operations of later stages
@@ -460,7 +458,7 @@ class StageForward(TorchFunctionMode):
                 func(loss, coefficient)
             return self.__torch_function__(torch.mul, types, (value, coefficient))
         name, leaves = _name(func), list(leaves_in((args, kwargs)))
-        if name in _DRAWING:
+        if name in DRAWING:
             self._seed(f"operation {self._number}/{self._minor}")
         written = _written(name, args, kwargs)
         if not any(map(self.depends, leaves)):
@@ -513,8 +511,8 @@ class StageForward(TorchFunctionMode):
             raise CapabilityError(f"{name} takes a parameter that another stage trains{line_of_user()}")
         versions = [leaf._version for leaf in leaves if leaf is not written and not leaf.is_inference()]
         result = func(*args, **kwargs)
-        if self._count is not None:
-            self.counted += [(number, result.grad_fn) for number in self._count(func, args, kwargs)]
+        if self._note is not None:
+            self._note(func, args, kwargs, result)
         if [leaf._version for leaf in leaves if leaf is not written and not leaf.is_inference()] != versions:
             raise CapabilityError(f"{name} writes into a tensor unseen{line_of_user()}; let it make a new one")
         if written is not None and written not in self._keys:
@@ -801,7 +799,7 @@ _REFUSED = {
     "backward": "the graph is on several stages; take the gradient within one layer",
     "data_ptr": "each stage has memory of its own",
 }
-_DRAWING = frozenset(
+DRAWING = frozenset(
     (
         "dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "rand", "randn",
         "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_", "multinomial",
