@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.plan.cluster.files import find_cluster
+from penstock.plan.cluster.schema import find_cluster
 from penstock.plan.planners.pipedream import Choices
 from penstock.plan.planning import Planning, PlanRequest, make_plan
 from penstock.plan.profile.other_programs import from_pipedream, from_piper

@@ -24,7 +24,7 @@ from benchmarks.network.arms import arms_of, case_named
 from benchmarks.network.torch_passes import TorchPasses
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.launch.signals import end_with_parent
-from penstock.runtime.in_flight.adapted_in_flight import MEASURED
+from penstock.runtime.plan.adapted_in_flight import MEASURED
 
 
 class Place(NamedTuple):

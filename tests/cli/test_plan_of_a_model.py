@@ -10,7 +10,7 @@ import yaml
 from penstock.cli.plans.plan_devices import device_counts, price_of
 from penstock.cli.plans.profile_of_model import model_named, profile_by_formulas
 from penstock.errors import ConfigError
-from penstock.plan.cluster.files import find_cluster
+from penstock.plan.cluster.schema import find_cluster
 from penstock.plan.scale.model_shape import ModelShape
 from penstock.train.config.load import load_config
 from penstock.train.prepare.build_pipeline import make_pipeline

@@ -20,7 +20,7 @@ from penstock.comm.core import gloo_threads
 from penstock.comm.core.gloo_threads import GlooThreads
 from penstock.comm.core.ticket import LATENCY, Ticket, Wait
 from penstock.job.cpus import Cpus, parts
-from penstock.runtime.execute.drive_ranks import drive_one
+from penstock.runtime.execute.executor import drive_one
 from penstock.runtime.rank.batch_reports import Report
 from support.pool import Pool
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.stage.autograd import other_generators
+from penstock.stage.autograd import recompute
 from support.plain_training import assert_close_weights, make_data, make_model, pipeline_of_model
 
 SHARED = torch.Generator()  # as scripts have one
@@ -89,10 +89,10 @@ def test_a_generator_of_the_function_around_a_block_draws_the_same_again(recompu
 
 def test_states_of_pythons_generator_are_compared_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not number by number: that took longer than a small block's forward."""
-    compare = Mock(wraps=other_generators._same)
-    monkeypatch.setattr(other_generators, "_same", compare)
-    before = other_generators.generator_states([])
-    assert other_generators.drawn_from(before) == []
+    compare = Mock(wraps=recompute._same)
+    monkeypatch.setattr(recompute, "_same", compare)
+    before = recompute.generator_states([])
+    assert recompute.drawn_from(before) == []
     assert compare.call_count < 20
     random.random()
-    assert [known.get for known in other_generators.drawn_from(before)] == [random.getstate]
+    assert [known.get for known in recompute.drawn_from(before)] == [random.getstate]

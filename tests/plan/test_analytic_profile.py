@@ -5,7 +5,7 @@ import json
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.plan.cluster.files import find_cluster
+from penstock.plan.cluster.schema import find_cluster
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.files import profile_text, read_profile
 from penstock.plan.profile.layer_graph import layer_graph

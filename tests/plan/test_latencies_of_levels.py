@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.plan.cluster.files import find_cluster
-from penstock.plan.cluster.schema import devices_of_clusters
+from penstock.plan.cluster.schema import devices_of_clusters, find_cluster
 from penstock.plan.objectives import fewer_devices
 from penstock.plan.planned_timeline import planned_timeline, what_would_help
 from penstock.plan.planning import PlanRequest, make_plan

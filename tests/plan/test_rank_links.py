@@ -17,8 +17,8 @@ from penstock.errors import ConfigError
 from penstock.plan.candidates.candidate import Candidate
 from penstock.plan.candidates.planned_methods import PLANNED
 from penstock.plan.candidates.schedule_cache import KnownSchedules
-from penstock.plan.cluster.files import find_cluster
 from penstock.plan.cluster.rank_links import RankLinks
+from penstock.plan.cluster.schema import find_cluster
 from penstock.plan.plan_export import plan_file, planning_json
 from penstock.plan.planned_timeline import planned_timeline
 from penstock.plan.planners.two_bw import Sized

@@ -10,13 +10,11 @@ import pytest
 import yaml
 
 from penstock.errors import ConfigError
-from penstock.plan.cluster.files import find_cluster, preset_names
-from penstock.plan.cluster.schema import Cluster
-from penstock.plan.scale.fastest import AXES, ScaledTraining, by_devices, fastest
-from penstock.plan.scale.layout_costs import Layouts, memory_of
+from penstock.plan.cluster.schema import Cluster, find_cluster, preset_names
+from penstock.plan.scale.fastest import AXES, Layouts, ScaledTraining, by_devices, fastest, memory_of
 from penstock.plan.scale.model_shape import ModelShape, critical_batch, family_model
+from penstock.plan.scale.report import IMPROVED, analyse
 from penstock.plan.scale.rules_file import read_rules, rules_text
-from penstock.plan.scale.scaling_curves import IMPROVED, analyse
 
 RULES = read_rules()
 

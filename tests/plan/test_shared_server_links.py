@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock.plan.cluster.files import find_cluster
+from penstock.plan.cluster.schema import find_cluster
 from penstock.plan.planning import PlanRequest, make_plan
 from penstock.plan.profile.schema import Profile, ProfiledLayer
 from penstock.plan.run_forecast import RunSettings, run_forecast

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.plan.cluster.files import find_cluster
 from penstock.plan.cluster.rank_links import RankLinks, around_a_ring, level_by_level
-from penstock.plan.cluster.schema import devices_of_clusters
+from penstock.plan.cluster.schema import devices_of_clusters, find_cluster
 from penstock.plan.profile.schema import Profile, ProfiledLayer
 from penstock.plan.run_forecast import RunSettings, run_forecast
 from penstock.plan.stages.device_hierarchy import Collectives, DeviceLevel, Devices

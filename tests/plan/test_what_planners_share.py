@@ -11,9 +11,9 @@ import pytest
 from penstock.plan.planners.piper import plan_as_piper
 from penstock.plan.profile.files import parse_profile
 from penstock.plan.profile.layer_graph import layer_graph
-from penstock.plan.stages.cut_program import CutProgram
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 from penstock.plan.stages.knapsack import bounds_of_two, greedy_time, least_time
+from penstock.plan.stages.layer_row import CutProgram
 from penstock.plan.stages.prefixes import all_prefixes, useful_prefixes
 from support.brute_force_plans import best_by_piper, small_graph
 

@@ -21,8 +21,7 @@ from penstock.checkpoint.writer import Writer
 from penstock.comm.collective import control_plane
 from penstock.runtime.rank.snapshot import Snapshot
 from penstock.schedule.build import prove
-from penstock.schedule.proof_serialization import common_part, part_of_rank
-from penstock.schedule.rank_schedule import schedule_facts
+from penstock.schedule.rank_schedule import common_part, part_of_rank, schedule_facts
 from support.many_ranks import Network
 
 RANKS = (64, 256)

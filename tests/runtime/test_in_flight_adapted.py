@@ -13,9 +13,9 @@ import torch.distributed as dist
 from penstock.errors import ConfigError, DataError
 from penstock.options.parallelism import Microbatches
 from penstock.runtime.execute.evaluation_without_draining import Evaluating
-from penstock.runtime.in_flight.adapted_in_flight import MEASURED, AdaptedInFlight, adapt
-from penstock.runtime.in_flight.pass_and_message_times import Measured
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.plan.adapted_in_flight import MEASURED, AdaptedInFlight, adapt
+from penstock.runtime.plan.pass_and_message_times import Measured
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.in_flight_choice import NO_LINKS_HERE, InFlightChoice

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.comm.core.trace_recorder import Recorder
-from penstock.runtime.in_flight.pass_and_message_times import Measured, measure_rank, merge, messages_of_rank
+from penstock.runtime.plan.pass_and_message_times import Measured, measure_rank, merge, messages_of_rank
 from penstock.schedule.ir.rank_numbers import RankNumbers
 from penstock.simulate.least_in_flight import least_in_flight
 from penstock.timeline import Waiting

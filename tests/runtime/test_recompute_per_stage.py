@@ -8,7 +8,7 @@ from penstock.options.passes import Recompute
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.add_options import extend
 from penstock.schedule.methods.table import METHODS
-from penstock.verify.derived_delays import order_of
+from penstock.verify.baseline_runs import order_of
 from support.predicted_memory import SAMPLES, WIDTH, Run, blocks_for, optimizer_for, peaks_of_a_run, squared
 from support.schedules import make_schedule
 

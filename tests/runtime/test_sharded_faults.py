@@ -15,8 +15,8 @@ import torch.distributed as dist
 from penstock.comm.collective.shard_exchange import GlooShards, LocalShards
 from penstock.comm.core.ticket import Ticket
 from penstock.errors import ScheduleError, TransportError, VersionError
-from penstock.runtime.ops.batch_ops import ReduceAction, ReleaseAction
-from penstock.runtime.ops.sharded_passes import HeldBackward
+from penstock.runtime.ops.handlers import ReduceAction, ReleaseAction
+from penstock.runtime.ops.passes import HeldBackward
 from penstock.runtime.update.gathers_and_reduce_scatters import Gathers
 from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Op, WeightRef

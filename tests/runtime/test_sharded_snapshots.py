@@ -17,11 +17,11 @@ from torch.nn import functional as F
 from penstock.checkpoint.manager import Checkpoints
 from penstock.errors import CheckpointError
 from penstock.options.parallelism import DataParallel
-from penstock.runtime.execute import build_rank_span
+from penstock.runtime.execute import executor
 from penstock.runtime.execute.evaluation_without_draining import Evaluating
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
-from penstock.runtime.update.unsharded_gradient_limit import GradientPlaces
+from penstock.runtime.update.gathers_and_reduce_scatters import GradientPlaces
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.optim.optimizer_adapters import ByParameter
 from support.cases import (
@@ -101,7 +101,7 @@ def test_ranks_have_as_many_places_for_full_size_gradients_as_were_proven(
             given.append(places)
             super().__init__(places)
 
-    monkeypatch.setattr(build_rank_span, "GradientPlaces", Recorded)
+    monkeypatch.setattr(executor, "GradientPlaces", Recorded)
     case = Case("breadth-first", 1, 2, width=2, spans=(1,), options=(("chunks", 3),))
     saved_by(case, f"gradients:gradients={places}", 1)
     assert set(given) == {places}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import CapabilityError, ConfigError, VersionError
-from penstock.runtime.ops.batch_ops import GatherAction, ReleaseAction
+from penstock.runtime.ops.handlers import GatherAction, ReleaseAction
 from penstock.runtime.update.gathers_and_reduce_scatters import Gathers
 from support.cases import Case, make_batches, make_pipeline
 from support.layered_cases import TWO, layered

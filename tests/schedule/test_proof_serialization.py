@@ -17,8 +17,14 @@ from penstock.schedule.lowering.report_places import with_report_places
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.check import check
 from penstock.schedule.proof.proof import Proof
-from penstock.schedule.proof_serialization import common_part, own_program, part_of_rank, rank_proof
-from penstock.schedule.rank_schedule import rank_schedule, schedule_facts
+from penstock.schedule.rank_schedule import (
+    common_part,
+    own_program,
+    part_of_rank,
+    rank_proof,
+    rank_schedule,
+    schedule_facts,
+)
 from penstock.schedule.stage_state.stage_constants import stage_specs
 from penstock.schedule.text_parser import parse_schedule
 from support.smallest_batch import least

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from penstock.runtime.rank.loss_ledger import LossLedger
+from penstock.runtime.rank.batch_reports import LossLedger
 from penstock.stage.blocks.loss import Loss, UnreadLoss, read_losses
 
 

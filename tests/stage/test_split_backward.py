@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from penstock.errors import CapabilityError
 from penstock.stage.autograd.activation_offload import ActivationOffload
-from penstock.stage.autograd.graph_walk import graph_nodes
+from penstock.stage.autograd.saved_bytes import graph_nodes
 from support.cases import Residual
 from support.halved_backwards import SAMPLES, TOKENS, WIDTH, Plain, adding, gradients_of, split
 from support.live_storage import LiveStorage

@@ -24,7 +24,7 @@ from penstock.schedule.ir.schedule import Op, Schedule, passes
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.train.config.sections import OptimizerName, OptimizerSection
 from penstock.train.setup.optimizers import optimizer_factory
-from penstock.verify.derived_delays import order_of
+from penstock.verify.baseline_runs import order_of
 from penstock.verify.reference import Reference, Scaling
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import Decision, LossScale

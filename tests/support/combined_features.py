@@ -23,8 +23,7 @@ from penstock.runtime.update.run_events import Evaluated
 from penstock.schedule.machine.evaluation_without_draining_check import border_fault
 from penstock.schedule.methods.table import METHODS
 from penstock.stage.autograd.recompute import RecomputeMode
-from penstock.verify.config_to_reference import reference_options
-from penstock.verify.derived_delays import order_of
+from penstock.verify.baseline_runs import order_of, reference_options
 from penstock.verify.reference import Reference
 from penstock.verify.reference.delays import version_read
 from penstock.verify.reference.supported_methods import FLUSH

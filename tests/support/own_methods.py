@@ -16,7 +16,7 @@ from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.method import Method
 from penstock.schedule.proof.proof import Proof
 from penstock.verify import reference
-from penstock.verify.config_to_reference import base_of
+from penstock.verify.baseline_runs import base_of
 from penstock.verify.reference.order_delays import USUAL, ReferenceOrder
 from penstock.weights.corrections.base import Correction, OwnCorrection
 from penstock.weights.corrections.registry import correction_of as correction_of_row

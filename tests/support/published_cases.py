@@ -12,12 +12,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from penstock.plan.cluster.files import find_cluster
-from penstock.plan.scale.fastest import AXES, Rated, ScaledTraining, fastest, rate
-from penstock.plan.scale.layout_costs import Layouts, memory_of, offloads, one_layout, transfers
+from penstock.plan.cluster.schema import find_cluster
+from penstock.plan.scale.fastest import (
+    AXES,
+    Layouts,
+    Rated,
+    ScaledTraining,
+    fastest,
+    memory_of,
+    offloads,
+    one_layout,
+    rate,
+    transfers,
+)
 from penstock.plan.scale.model_shape import ModelShape, critical_batch, family_model, samples_at, steps_at
+from penstock.plan.scale.report import BASELINE, IMPROVED
 from penstock.plan.scale.rules_file import read_rules
-from penstock.plan.scale.scaling_curves import BASELINE, IMPROVED
 from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Op
 from penstock.simulate.costs import Costs, StageCost

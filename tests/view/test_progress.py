@@ -10,8 +10,8 @@ from rich.text import Text
 
 from penstock.byte_sizes import human_bytes
 from penstock.idle_time import Idle, TimeSplit, split_time
-from penstock.runtime.in_flight.adapted_in_flight import AdaptedInFlight
-from penstock.runtime.in_flight.pass_and_message_times import Measured
+from penstock.runtime.plan.adapted_in_flight import AdaptedInFlight
+from penstock.runtime.plan.pass_and_message_times import Measured
 from penstock.schedule.in_flight_choice import NO_LINKS_HERE, InFlightChoice
 from penstock.simulate.least_in_flight import RankTimes
 from penstock.timeline import Timeline

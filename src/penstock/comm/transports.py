@@ -20,7 +20,7 @@ from penstock.schedule.lowering.lower import in_one_order
 from penstock.schedule.lowering.report_places import reports_wait, with_report_places
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.machine.issue_order import issued, one_order
-from penstock.schedule.proof_serialization import own_program, part_of_rank
+from penstock.schedule.rank_schedule import own_program, part_of_rank
 
 _BATCHES = 5  # of the span whose order is proven: filled, in its steady state, and drained
 

@@ -22,7 +22,7 @@ from penstock.options.all_options import PipelineOptions
 from penstock.plan.profile.schema import Profile
 from penstock.runtime.malloc import keep_freed_memory
 from penstock.runtime.plan.plan import UnprovenPlan
-from penstock.runtime.setup.tensor_division import check_steps_parts
+from penstock.runtime.setup.stage_builder import check_steps_parts
 from penstock.schedule.build import ScheduleRequest
 from penstock.train.config.schema import TrainConfig
 from penstock.train.data.corpus import load_corpus

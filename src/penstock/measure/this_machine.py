@@ -20,8 +20,7 @@ from penstock.comm.p2p.gloo import GlooTransport
 from penstock.comm.p2p.tensor_message import Header, TensorMessage
 from penstock.job.cpus import Cpus
 from penstock.measure.local_processes import in_processes
-from penstock.plan.cluster.files import THIS_MACHINE
-from penstock.plan.cluster.schema import FORMAT, Cluster, Sourced
+from penstock.plan.cluster.schema import FORMAT, THIS_MACHINE, Cluster, Sourced
 from penstock.plan.profile.schema import UNRESOLVED, ProfiledLink
 from penstock.schedule.ir.schedule import Payload
 from penstock.schedule.machine.instructions import LaneKey

@@ -22,13 +22,13 @@ from penstock.partition.tied import KnownSharing
 from penstock.runtime.engine.engine import Engine
 from penstock.runtime.engine.span_runner import Spans
 from penstock.runtime.engine.span_setup import SpanSetup
-from penstock.runtime.in_flight.adapted_in_flight import Adaptations
+from penstock.runtime.plan.adapted_in_flight import Adaptations
 from penstock.runtime.plan.capabilities import idle_options
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.rank_state import RankState
 from penstock.runtime.setup.same_weights import check_equal
 from penstock.runtime.setup.shared_plan import share_evaluation
-from penstock.runtime.setup.tensor_division import check_division
+from penstock.runtime.setup.stage_builder import check_division
 from penstock.runtime.setup.tied_weights_broadcast import equalise
 from penstock.runtime.update.stop_request import StopRequest
 from penstock.schedule.build import ScheduleRequest

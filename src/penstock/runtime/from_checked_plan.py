@@ -13,7 +13,7 @@ from penstock.partition.blocks import Blocks, named_blocks
 from penstock.runtime.engine.lifecycle import between_runs
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan.plan import PipelinePlan
-from penstock.runtime.setup.same_plan import check_same_plans
+from penstock.runtime.setup.same_weights import check_same_plans
 from penstock.stage.blocks.loss import LossFunction, check_loss
 from penstock.weights.optim.optimizer_factory import OptimizerFactory
 

@@ -26,10 +26,10 @@ from penstock.partition.blocks import Blocks, check_same_blocks, named_blocks
 from penstock.runtime.data.batch_source import Batches, inputs_alone
 from penstock.runtime.engine.lifecycle import between_runs
 from penstock.runtime.execute.evaluation_without_draining import Evaluating, check_evaluating
+from penstock.runtime.plan.capabilities import check_shown
 from penstock.runtime.plan.plan import UnprovenPlan
 from penstock.runtime.plan.received_schedule import ranks_of
 from penstock.runtime.plan.schedule_from_arguments import Chosen, default_stages, request_for, with_asked_in_flight
-from penstock.runtime.plan.sharding_limits import check_shown
 from penstock.runtime.rank.batch_reports import Report
 from penstock.runtime.rank.snapshot import Saving, check_saving
 from penstock.runtime.saved_states import SavedStates

@@ -9,7 +9,7 @@ from penstock.checks import in_brief
 from penstock.errors import ConfigError
 from penstock.runtime.engine.lifecycle import between_runs
 from penstock.runtime.rank.snapshot import Saving, Snapshot
-from penstock.runtime.restore.restore_together import restore_all
+from penstock.runtime.restore.restored_stage import restore_all
 from penstock.runtime.restore.saved_state import PREDICTION, SavedState, check_names, check_pipelines, saved_older
 from penstock.runtime.switching import Switching
 from penstock.schedule.ir.version_rules import RULES

@@ -10,12 +10,12 @@ from penstock.comm.collective.control_plane import from_first, gather_json
 from penstock.comm.p2p.transport import Channel
 from penstock.runtime.engine.engine import Halt
 from penstock.runtime.engine.lifecycle import between_runs
-from penstock.runtime.in_flight.adapted_in_flight import MEASURED, AdaptedInFlight, adapt
-from penstock.runtime.in_flight.pass_and_message_times import measured_by_all
 from penstock.runtime.pipeline_stats import Inspection
+from penstock.runtime.plan.adapted_in_flight import MEASURED, AdaptedInFlight, adapt
+from penstock.runtime.plan.capabilities import check_shown
+from penstock.runtime.plan.pass_and_message_times import measured_by_all
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.plan.schedule_from_arguments import Chosen, request_for
-from penstock.runtime.plan.sharding_limits import check_shown
 from penstock.runtime.setup.shared_plan import shared_plan
 from penstock.schedule.in_flight_choice import NO_LINKS_HERE, on_v
 from penstock.schedule.rank_schedule import Json

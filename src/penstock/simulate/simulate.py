@@ -25,7 +25,7 @@ from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.proof.activations import most_activations
 from penstock.schedule.proof.check import check, too_narrow
 from penstock.schedule.proof.proof import Proof
-from penstock.schedule.proof_serialization import RankProof
+from penstock.schedule.rank_schedule import RankProof
 from penstock.simulate.compiled_span import CompiledSpan
 from penstock.simulate.costs import Costs, check_links
 from penstock.simulate.message_counts import count_messages, receive_buffers

@@ -23,9 +23,16 @@ from penstock.partition.sequence_slices import storages
 from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.stage.autograd.activation_offload import ActivationOffload
 from penstock.stage.autograd.forward_graph import Graph, open_inputs
-from penstock.stage.autograd.graph_walk import edges_of, graph_nodes, trained_leaves
 from penstock.stage.autograd.recompute import copied_buffers, put_back
-from penstock.stage.autograd.saved_bytes import SavedBytes, SavedWeights, saved_of, signature
+from penstock.stage.autograd.saved_bytes import (
+    SavedBytes,
+    SavedWeights,
+    edges_of,
+    graph_nodes,
+    saved_of,
+    signature,
+    trained_leaves,
+)
 from penstock.stage.autograd.split_backward import BackwardSplitter
 from penstock.stage.autograd.weight_proxy import ProxyWeights
 from penstock.stage.blocks.loss import UnreadLoss, unread

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from penstock.partition.tied import Tie
 from penstock.schedule.ir.schedule import Stage
+from penstock.stage.blocks.block_tensors import cast
 from penstock.stage.blocks.module import StageModule
-from penstock.stage.blocks.precision_casts import cast
 from penstock.stage.checks.released_weight_placeholders import absent
 from penstock.stage.stage_passes import StagePasses
 from penstock.stage.trained_stage_weights import TrainedWeights

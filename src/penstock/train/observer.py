@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from penstock.idle_time import TimeSplit
-from penstock.runtime.in_flight.adapted_in_flight import AdaptedInFlight
+from penstock.runtime.plan.adapted_in_flight import AdaptedInFlight
 from penstock.runtime.update.run_events import Evaluated
 from penstock.timeline import Timeline
 from penstock.train.prepare.prepare_run import Prepared

@@ -23,9 +23,9 @@ from rich.text import Text
 from penstock.byte_sizes import human_bytes
 from penstock.comm.collective.control_plane import gather_json
 from penstock.idle_time import split_time
-from penstock.runtime.in_flight.adapted_in_flight import AdaptedInFlight
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.pipeline_stats import TOTAL_ON_DEVICE
+from penstock.runtime.plan.adapted_in_flight import AdaptedInFlight
 from penstock.runtime.update.run_events import Evaluated
 from penstock.schedule.ir.sharding import Level
 from penstock.timeline import Timeline

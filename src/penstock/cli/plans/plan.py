@@ -218,7 +218,7 @@ def plan(
     Without a profile: penstock plan --model 1.3b --cluster h100 --devices 16 --global-batch 256 --out plan.yaml
     Exit code 1 if no plan fits.
     """
-    from penstock.plan.cluster.files import THIS_MACHINE
+    from penstock.plan.cluster.schema import THIS_MACHINE
     from penstock.plan.objectives import check_objective, choose
     from penstock.plan.planners.pipedream import Choices
     from penstock.plan.planning import PlanRequest, with_cost

@@ -30,7 +30,7 @@ def cluster_named(name: str, measured: bool = True) -> Cluster:
     Raises:
         ConfigError: there is no such preset, or the file is no cluster.
     """
-    from penstock.plan.cluster.files import THIS_MACHINE, find_cluster
+    from penstock.plan.cluster.schema import THIS_MACHINE, find_cluster
 
     if name != THIS_MACHINE:
         return find_cluster(name)

@@ -65,9 +65,8 @@ def scale(
     """
     from penstock.plan.scale.fastest import ScaledTraining
     from penstock.plan.scale.model_shape import critical_batch as by_rules
-    from penstock.plan.scale.report import scaling_json, scaling_tables
+    from penstock.plan.scale.report import analyse, scaling_json, scaling_tables
     from penstock.plan.scale.rules_file import read_rules, rules_text
-    from penstock.plan.scale.scaling_curves import analyse
 
     if print_rules:
         sys.stdout.write(rules_text())
@@ -144,7 +143,7 @@ def _draw(folder: Path, scaling: Any) -> None:
     Raises:
         ConfigError: they cannot be written.
     """
-    from penstock.plan.scale.scaling_curves import days_by_devices, days_by_size
+    from penstock.plan.scale.report import days_by_devices, days_by_size
     from penstock.view.line_plot import Curve, plot_document
 
     name = f"{scaling.training.shape.name} on {scaling.training.cluster.name}"

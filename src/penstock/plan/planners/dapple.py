@@ -36,11 +36,12 @@ import numpy.typing as npt
 
 from penstock.errors import ConfigError
 from penstock.plan.profile.layer_graph import LayerGraph
-from penstock.plan.stages.cut_program import CutProgram, State
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.graph_cost import GraphCost, bandwidth_among, held
 from penstock.plan.stages.layer_row import (
+    CutProgram,
     Floats,
+    State,
     between,
     border_bytes,
     later,

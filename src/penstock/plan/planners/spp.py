@@ -28,10 +28,18 @@ from penstock.checks import is_number
 from penstock.errors import ConfigError
 from penstock.plan.planners.dapple import ReplicatedCost, best_replicated, check_halves
 from penstock.plan.profile.layer_graph import LayerGraph
-from penstock.plan.stages.cut_program import CutProgram, State
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.graph_cost import held
-from penstock.plan.stages.layer_row import Floats, between, border_bytes, later, row_stages, running_sums
+from penstock.plan.stages.layer_row import (
+    CutProgram,
+    Floats,
+    State,
+    between,
+    border_bytes,
+    later,
+    row_stages,
+    running_sums,
+)
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, StageRating
 
 MOST_LINKED = 128

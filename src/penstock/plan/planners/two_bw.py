@@ -27,10 +27,9 @@ import numpy.typing as npt
 
 from penstock.plan.planners.piper import PiperCost
 from penstock.plan.profile.layer_graph import LayerGraph, Way
-from penstock.plan.stages.cut_program import CutProgram
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.graph_cost import GraphCost, bandwidths, held, homes_of
-from penstock.plan.stages.layer_row import Floats, between
+from penstock.plan.stages.layer_row import CutProgram, Floats, between
 from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, Skipped, StageRating
 from penstock.plan.stages.prefixes import PrefixFamily, all_prefixes, ordered_prefixes
 

@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from penstock.plan.cluster.files import parsed, text_of
-from penstock.plan.cluster.schema import ClusterPart, Sourced
+from penstock.plan.cluster.schema import ClusterPart, Sourced, parsed, text_of
 
 
 class PowerLaw(ClusterPart):

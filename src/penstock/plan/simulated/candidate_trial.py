@@ -13,10 +13,9 @@ from penstock.errors import CapabilityError, ScheduleError
 from penstock.plan.candidates.block_chain import BlockChain
 from penstock.plan.candidates.candidate import Candidate, NoPlanError
 from penstock.plan.candidates.candidate_bounds import CandidateBounds
-from penstock.plan.candidates.candidate_memory import CandidateMemory
 from penstock.plan.candidates.candidate_times import CandidateTimes, waiting_times
 from penstock.plan.candidates.planned_methods import ActivationMemory, least_microbatches
-from penstock.plan.candidates.rank_memory import ACTIVATIONS, Cuts, RankWays
+from penstock.plan.candidates.rank_memory import ACTIVATIONS, CandidateMemory, Cuts, RankWays
 from penstock.plan.candidates.schedule_cache import KnownSchedules
 from penstock.plan.simulated.fitting_cuts import FittingCuts, LeastMemory, TimedCuts, place_of
 from penstock.plan.stages.device_hierarchy import Devices

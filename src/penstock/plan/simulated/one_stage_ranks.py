@@ -21,9 +21,8 @@ from penstock.plan.candidates.candidate import Candidate
 from penstock.plan.candidates.candidate_bounds import CandidateBounds, RankWork, least_of_ranks, only_busy_counts
 from penstock.plan.candidates.planned_methods import ActivationMemory
 from penstock.plan.candidates.rank_memory import Cuts, RankWays
-from penstock.plan.stages.cut_program import CutProgram
 from penstock.plan.stages.device_hierarchy import Devices
-from penstock.plan.stages.layer_row import between
+from penstock.plan.stages.layer_row import CutProgram, between
 
 
 def band_of(matrix: Floats, stage: int, stages: int) -> Floats:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise, product
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,10 @@ from penstock.plan.stages.planned import PlannedStage
 Floats = npt.NDArray[np.float64]
 Number = TypeVar("Number", float, Floats)
 """A number of one stage, or of many at once."""
+State = tuple[int, ...]
+"""What later stages have to know of those before them, such as the devices that these use."""
+Moves = Callable[[State], Iterable[tuple[State, Floats]]]
+"""Yields what one more stage may do to a state, with the seconds of the stage by (begin, end)."""
 
 
 def running_sums(values: Iterable[float]) -> Floats:
@@ -96,3 +100,53 @@ def depths_by_link(devices: Devices, deepest: int) -> Iterator[tuple[float, list
     """Yield the bandwidth between stages on single devices, and the numbers of stages that it is the bandwidth of."""
     depths = range(1, deepest + 1)
     return ((speed, list(same)) for speed, same in groupby(depths, lambda depth: bandwidths(devices, 1, depth)[1]))
+
+
+class _Move(NamedTuple):
+    """A move of one stage from a state: by the end of the stage, its best begin, and the slowest stage up to there."""
+
+    state: State
+    begins: npt.NDArray[np.intp]
+    seconds: Floats
+
+
+class CutProgram:
+    """Cuts a model, of which each place is the begin or the end of stages, into one more stage at a time.
+
+    Attributes:
+        least: seconds of the slowest stage so far, by state and by the place that has been reached.
+    """
+
+    def __init__(self, places: int, state: State = ()) -> None:
+        start = np.full(places, np.inf)
+        start[0] = 0.0
+        self.least: dict[State, Floats] = {state: start}
+        self._stages = list[dict[State, list[_Move]]]()
+
+    def add_stage(self, moves: Moves) -> None:
+        """Find the least seconds with one more stage."""
+        found: dict[State, list[_Move]] = {}
+        for state in sorted(self.least, reverse=True):
+            for following, times in moves(state):
+                through = np.maximum(self.least[state][:, None], times)
+                found.setdefault(following, []).append(_Move(state, through.argmin(axis=0), through.min(axis=0)))
+        self.least = {state: np.minimum.reduce([each.seconds for each in several]) for state, several in found.items()}
+        self._stages.append(found)
+
+    def add_stage_anyhow(self, times: Floats) -> None:
+        """Do the same where a stage takes as long whatever those before it are."""
+        self.add_stage(lambda state: [(state, times)])
+
+    def trace(self, state: State) -> tuple[list[int], list[State]]:
+        """Return where the stages of the best cut begin and the last one ends, and the states after them.
+
+        Of equal ones those from larger states, then those from earlier places are the best.
+        """
+        cuts, states = [len(self.least[state]) - 1], list[State]()
+        for found in reversed(self._stages):
+            states.insert(0, state)
+            end = cuts[0]
+            best = min(found[state], key=lambda each: each.seconds[end])
+            state = best.state
+            cuts.insert(0, int(best.begins[end]))
+        return cuts, states

@@ -15,8 +15,7 @@ from penstock.comm.transports import Transports
 from penstock.options.parallelism import Dims
 from penstock.options.sdpa_and_tf32 import Kernels
 from penstock.runtime.data.batch_source import Batches, BatchSource, batches_in
-from penstock.runtime.execute.drive_ranks import Run, drive_all, drive_one
-from penstock.runtime.execute.executor import Executor
+from penstock.runtime.execute.executor import Executor, Run, drive_all, drive_one
 from penstock.runtime.execute.peer_failures import PeerFailures
 from penstock.runtime.rank.batch_reports import Report
 from penstock.runtime.setup.rank_state import RankState

@@ -1,4 +1,4 @@
-"""The loop of one rank: it runs its bound instructions in order and yields where it has to wait.
+"""The loop of one rank, its state, and how ranks wait: alone in a process, or in turns in one.
 
 The executor is a generator. It yields a `Wait` when it needs a message that is not there, and a `Report` when one
 is ready; `runtime.execute.drive_ranks` decides how to wait, for one rank or for all in one process. It
@@ -8,25 +8,37 @@ refuse at once whatever the proof would have refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from functools import partial
 
 from penstock.comm.communicators import Communicators
+from penstock.comm.core.gloo_threads import GlooThreads
 from penstock.comm.core.rank_grid import Holder
-from penstock.comm.core.ticket import Wait
+from penstock.comm.core.ticket import Polling, Wait
+from penstock.comm.p2p.mailbox import Mailbox
+from penstock.comm.p2p.stage_routes import StageRoutes
+from penstock.errors import TransportError
+from penstock.options.parallelism import rank_numbers
 from penstock.runtime.data.batch_source import BatchSource
-from penstock.runtime.execute.build_rank_span import build_span
 from penstock.runtime.ops.bound import Bound
 from penstock.runtime.ops.handlers import bind
-from penstock.runtime.rank.batch_reports import Report
+from penstock.runtime.rank.batch_reports import LossLedger, Report, Reports
+from penstock.runtime.rank.memory_ledger import MemoryLedger, StageMemory, WatchfulMemory
 from penstock.runtime.rank.snapshot import Saving
-from penstock.runtime.rank.snapshot_capture import SnapshotCapture
-from penstock.runtime.rank.span import AtBorder
+from penstock.runtime.rank.span import AtBorder, RankSpan, StageSpan
+from penstock.runtime.rank.stage_snapshot import SnapshotCapture
 from penstock.runtime.setup.rank_state import RankState
-from penstock.schedule.ir.schedule import Stage
+from penstock.runtime.update.averaging_rounds import Combining, Meetings, NoMeetings, Party, WaveCombining
+from penstock.runtime.update.gathers_and_reduce_scatters import Gathers, GradientPlaces
+from penstock.runtime.update.update_step import TiedGradients, Updates
+from penstock.schedule.ir.schedule import Op, Stage
+from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.machine.instructions import Lowered
 from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
 from penstock.schedule.stage_state.stage_constants import StageSpec
+
+Run = Iterator[Wait | Report]
+Holders = Mapping[int, tuple[Holder, ...]]
 
 
 class Executor:
@@ -149,3 +161,130 @@ class Executor:
     def _capture(self, saving: Saving | None, start: int) -> SnapshotCapture:
         span = self._span
         return SnapshotCapture(saving, start, span.decisions, span.recorder, self._state.snapshots, self._state.side)
+
+
+# How ranks wait: a process with one rank blocks, a process with all ranks runs another one.
+#
+# Executors are generators that yield a `Wait` where they need a message that is not there
+# (`penstock.runtime.execute.executor`).
+
+
+def drive_one(
+    run: Run, timeout: float, polling: Polling, gloo: GlooThreads, failed: Callable[[], str]
+) -> Iterator[Report]:
+    """Run the only rank of this process.
+
+    Args:
+        run: its executor at work.
+        timeout: seconds after which a missing message is an error.
+        polling: for how long it looks before it sleeps.
+        gloo: gloo's threads of this process.
+        failed: asked now and then why a peer has failed.
+
+    Raises:
+        TransportError: a message did not come.
+    """
+    try:
+        gloo.give_way()
+        for event in run:
+            if isinstance(event, Wait):
+                gloo.follow()
+                event.ticket.wait(timeout, event.what, polling, failed)
+            else:
+                gloo.restore()  # while the caller works
+                yield event
+                gloo.give_way()
+    finally:
+        gloo.restore()
+
+
+def drive_all(runs: Sequence[Run], reporting: Collection[int]) -> Iterator[Report]:
+    """Run all ranks in turns, each until it has to wait.
+
+    Args:
+        runs: the executors at work.
+        reporting: the places of those whose reports are passed on.
+
+    Raises:
+        TransportError: every rank waits for another one.
+    """
+    blocked: dict[int, Wait | None] = dict.fromkeys(range(len(runs)))
+    while blocked:
+        moved = False
+        for rank in list(blocked):
+            wait = blocked[rank]
+            if wait is not None and not wait.ticket.done:
+                continue
+            moved = True
+            for event in runs[rank]:
+                if isinstance(event, Wait):
+                    blocked[rank] = event
+                    break
+                if rank in reporting:
+                    yield event
+            else:
+                del blocked[rank]
+        if not moved:
+            stuck = "; ".join(f"{wait.what} on {wait.ticket.where}" for wait in blocked.values() if wait)
+            raise TransportError(f"no rank can go on: {stuck}")
+
+
+def build_span(
+    state: RankState,
+    lowered: Lowered,
+    specs: Mapping[Stage, StageSpec],
+    holders: Holders,
+    links: Communicators,
+    combine: Combine,
+) -> RankSpan:
+    """Build the state of a rank for spans of one schedule; see `penstock.runtime.execute.executor.Executor`."""
+    schedule, recorder, decisions = lowered.schedule, state.recorder, state.decisions
+    pipeline, rank = state.key
+    numbers = rank_numbers(state.options.data_parallel, schedule.ranks)
+    mailbox = Mailbox(numbers.of_pipeline(pipeline), lowered, links.transport, recorder)
+    meetings, holders = _meetings(state, holders, links, combine)
+    provisional = RULES[schedule.rule].provisional
+    memory = MemoryLedger(recorder, state.stages.values())
+    always = all(instruction.action.unit.every == 1 for instruction in lowered.programs[rank].period)
+    gathers, kind = None, StageMemory
+    if links.shards is not None:
+        places = schedule.sharding.gradients
+        apart = any(runtime.weights.keeps_sums_apart for runtime in state.stages.values())
+        room = GradientPlaces(places) if places is not None and apart else None
+        kind = StageMemory if room is None else WatchfulMemory
+        level = schedule.sharding.level
+        gathers = Gathers(pipeline, holders, links.shards, recorder, level, room, memory.freed)
+    stages = {
+        key: StageSpan(
+            state.stages[key],
+            spec,
+            StageRoutes(schedule, key, mailbox, state.options.precision.between_stages),
+            kind(memory, state.stages[key].weights),
+            is_last=key.index == schedule.num_stages - 1,
+            name=f"rank {recorder.rank}, stage {key.name}",
+            repeats=always and not provisional and isinstance(meetings, NoMeetings),
+        )
+        for key, spec in specs.items()
+    }
+    tying = TiedGradients(pipeline, holders, links.ties, sum(bool(runtime.ties) for runtime in state.stages.values()))
+    updates = Updates(pipeline, holders, links.reducer, tying, links.control, decisions, recorder, provisional, gathers)
+    forwards = sum(instruction.action.op is Op.F for instruction in lowered.programs[rank].period)
+    decides = any(spec.decides for spec in specs.values())
+    losses = LossLedger(sum(stage.trained for stage in stages.values()), decides and not provisional)
+    part = decides and len(holders[schedule.num_stages - 1]) > 1
+    reports = Reports(forwards, decides, losses, decisions, recorder, part=part)
+    return RankSpan(
+        schedule, pipeline, stages, mailbox, recorder, decisions, updates, meetings, losses, reports, memory,
+        state.options, provisional, state.stop,
+    )  # fmt: skip
+
+
+def _meetings(state: RankState, holders: Holders, links: Communicators, combine: Combine) -> tuple[Meetings, Holders]:
+    """How the rank meets other pipelines, and the stages that hold the weights that it updates."""
+    if links.global_control is None:
+        return NoMeetings(), holders
+    party = Party(combine, state.key.pipeline, holders, links.global_control, state.decisions, state.recorder)
+    own = {index: tuple(h for h in all_ if h.pipeline == state.key.pipeline) for index, all_ in holders.items()}
+    if links.averages is not None:
+        return Combining(party, links.averages), own
+    return (NoMeetings() if links.waves is None else WaveCombining(party, links.waves)), own

@@ -1,9 +1,9 @@
-"""Passes on microbatches: F, B, I, W and R, and PREDICT, which makes the weight copies that they read."""
+"""Passes on microbatches: F, B, I, W, R and PREDICT, also on sharded weights and on undecided versions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.comm.core.ticket import Wait
 from penstock.comm.p2p.tensor_message import Header
@@ -11,7 +11,6 @@ from penstock.errors import DataError, TransportError
 from penstock.runtime.data.batch_source import EVALUATE, Sample, could_not, failed_elsewhere
 from penstock.runtime.ops.bound import BoundAction, Turn
 from penstock.runtime.ops.messages import Consumer
-from penstock.runtime.ops.post_validation import Draft
 from penstock.runtime.rank.span import RankSpan
 from penstock.runtime.update.stop_request import end_of
 from penstock.schedule.ir.schedule import Kind, Op
@@ -25,6 +24,7 @@ from penstock.timeline import Waiting
 _NO_GRADIENTS: tuple[bool, ...] = ()
 _NO_SAMPLE = Sample(None, None, 0)
 _NO_LOSS = UnreadLoss(0.0, 0.0)
+_ADDING = (Op.B, Op.I, Op.W)
 
 
 class Forward(Consumer):
@@ -278,3 +278,94 @@ class Predict(BoundAction):
         assert copy is not None
         batch = span.start + copy.first // self._m
         self._runtime.weights.predict(copy, self.versions(turn), batch, span.decisions.scaler.scale)
+
+
+class _Held(Consumer):
+    """A pass of a trained stage: it waits until its weights are whole and, if it adds to a gradient, there is room."""
+
+    def __init__(self, instruction: Instruction, span: RankSpan) -> None:
+        super().__init__(instruction, span)
+        assert span.updates.gathers is not None, "only sharded schedules hold passes up"
+        self._gathers, self._adds = span.updates.gathers, self.op in _ADDING
+
+    def run(self, t: int) -> Iterator[Wait] | None:
+        """Run it at once where everything is there."""
+        if self._gathers.ready(self.action.stage, self._version(t), self._batch(t)):
+            return super().run(t)
+        return self._run_held(t)
+
+    def _run_held(self, t: int) -> Iterator[Wait]:
+        turn, version = self.turn(t), self._version(t)
+        yield from self._span.complete(self.stage, str(turn), version)
+        yield from self._gathers.before_pass(self.action.stage, version, self._batch(t), turn)
+        yield from super().run(t) or ()
+
+    def _version(self, t: int) -> int:
+        return self._span.start + max(self._versions[0] + t, self._span.older)
+
+    def _batch(self, t: int) -> int | None:
+        return self._span.start + t + self._offset if self._adds else None
+
+
+class HeldForward(_Held, TrainingForward):
+    """A forward that a backward follows."""
+
+
+class HeldBackward(_Held, Backward):
+    """A backward, or its first half."""
+
+
+class HeldWeightBackward(_Held, WeightBackward):
+    """The second half of a backward."""
+
+
+class HeldRecomputeForward(_Held, RecomputeForward):
+    """A forward again."""
+
+
+class Draft(NamedTuple):
+    """The input of a forward that reads a version not decided on yet."""
+
+    header: Header
+    value: Any
+    wants: tuple[bool, ...]
+    target: Any
+
+
+class Redo(Consumer):
+    """A forward again, on the version that is decided on now (REDO)."""
+
+    def work(self, turn: Turn) -> None:
+        """Run it on what forwards before have made again, and lay the output ready."""
+        span, runtime, key = self._span, self._runtime, (turn.first, 0)
+        header, value, wants, target = self.stage.drafts.pop(key)
+        value = self.stage.routes.repaired(key, value)
+        scale = span.decisions.scale(turn.batch) if runtime.module.has_loss else 1.0
+        draw = RngKey(turn.batch, span.pipeline * self._m + turn.first % self._m)
+        microbatch = Microbatch(turn.first, draw, target, scale)
+        output, loss, auxiliary = runtime.passes.forward(microbatch, value, wants, turn.version, self.copy(turn))
+        header, loss = runtime.passes.beside_loss(key, header, loss, auxiliary)
+        if loss is not None and self.stage.is_last:
+            span.losses.add(header.batch, key, loss)
+        if runtime.module.hands_on:
+            self.stage.routes.put_output(header, output, repair=True)
+
+
+class Validate(BoundAction):
+    """The decision of all stages on a provisional version (VALIDATE)."""
+
+    def run(self, t: int) -> Iterator[Wait]:
+        """Wait for the decision, tell the books of it, then make the update again if it was another one."""
+        turn = self.turn(t)
+        yield from self._span.updates.wait(self.action.stage, turn.batch, self.op, turn.label)
+        self._span.rejected = self._span.updates.rejects(self.action.stage, turn.batch)
+        self.stage.books.reject(self._span.rejected)
+        self.act(turn)
+
+    def work(self, turn: Turn) -> None:
+        """Settle the update."""
+        decision = self._span.updates.validate(self._runtime, turn.batch)
+        self._span.reports.decided(decision)
+        if not self._span.rejected:
+            for stage in self._span.stages.values():
+                stage.drafts.clear()

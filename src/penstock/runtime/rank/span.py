@@ -17,11 +17,10 @@ from penstock.comm.p2p.stage_routes import StageRoutes
 from penstock.comm.p2p.tensor_message import TensorMessage
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.data.batch_source import BatchSource
-from penstock.runtime.rank.batch_reports import Reports
+from penstock.runtime.rank.batch_reports import LossLedger, Reports
 from penstock.runtime.rank.live_version_tracker import StageBooks
-from penstock.runtime.rank.loss_ledger import LossLedger
 from penstock.runtime.rank.memory_ledger import MemoryLedger, StageMemory
-from penstock.runtime.rank.snapshot_capture import SnapshotCapture
+from penstock.runtime.rank.stage_snapshot import SnapshotCapture
 from penstock.runtime.update.averaging_rounds import Meetings
 from penstock.runtime.update.decisions import Decisions
 from penstock.runtime.update.stop_request import StopRequest

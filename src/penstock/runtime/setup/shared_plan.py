@@ -17,14 +17,13 @@ from penstock.comm.core.rank_grid import RankGrid
 from penstock.options.parallelism import rank_numbers
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.plan.received_schedule import KnownSchedule
-from penstock.runtime.setup.same_plan import check_same_plans
+from penstock.runtime.setup.same_weights import check_same_plans
 from penstock.schedule.add_options import evaluation_of
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.lowering.report_places import reports_wait, with_report_places
 from penstock.schedule.proof.check import check
 from penstock.schedule.proof.proof import Proof
-from penstock.schedule.proof_serialization import common_part, part_of_rank, rank_proof
-from penstock.schedule.rank_schedule import Json, rank_schedule, schedule_facts
+from penstock.schedule.rank_schedule import Json, common_part, part_of_rank, rank_proof, rank_schedule, schedule_facts
 
 Known = Mapping[str, KnownSchedule]
 """What is known of schedules that another rank has built, by the names of their plans."""

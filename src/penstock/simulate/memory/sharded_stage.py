@@ -49,7 +49,7 @@ class Tracked(NamedTuple):
 
 
 class PlacesForGradients:
-    """The places of one rank for full-size gradients, as `penstock.runtime.update.unsharded_gradient_limit` has them.
+    """The places of one rank for full-size gradients, as `GradientPlaces` has them.
 
     Args:
         places: how many.

@@ -1,6 +1,6 @@
 """Snapshots of the stages of a rank, without tensors: what their copies hold, and until when.
 
-It follows `penstock.runtime.rank.snapshot_capture`. Where a run is drained for snapshots the ledger of a rank does not
+It follows `penstock.runtime.rank.stage_snapshot`. Where a run is drained for snapshots the ledger of a rank does not
 have them, since they are taken between two spans.
 """
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from penstock.errors import CapabilityError
 from penstock.stage.autograd.deferred_weight_grads import SavedTensor
-from penstock.stage.autograd.graph_walk import graph_nodes
-from penstock.stage.autograd.saved_bytes import SavedBytes
+from penstock.stage.autograd.saved_bytes import SavedBytes, graph_nodes
 
 Position = TypeVar("Position")
 

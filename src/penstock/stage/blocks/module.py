@@ -17,9 +17,8 @@ from penstock.options.all_options import PipelineOptions
 from penstock.partition.replay.model_stages import ModelStage
 from penstock.partition.tensor_parallel import Division, whole_output
 from penstock.stage.autograd.forward_graph import open_inputs
-from penstock.stage.blocks.block_tensors import BlockTensors
+from penstock.stage.blocks.block_tensors import BlockTensors, cast, check_formats, in_full
 from penstock.stage.blocks.loss import LossFunction, WeighedLoss
-from penstock.stage.blocks.precision_casts import cast, check_formats, in_full
 from penstock.stage.blocks.rng import BlockRng, RngKey
 
 LOSS = "loss"  # the name under which the random numbers of the loss are seeded

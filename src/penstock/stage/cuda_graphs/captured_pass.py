@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -14,8 +15,7 @@ from torch.utils import _pytree as pytree
 from penstock.comm.p2p.trees import detached
 from penstock.stage.autograd.deferred_weight_grads import DeferredWeightGrads
 from penstock.stage.autograd.forward_graph import Graph, open_inputs, run_backward
-from penstock.stage.autograd.graph_walk import edges_of
-from penstock.stage.autograd.saved_bytes import storage_bytes
+from penstock.stage.autograd.saved_bytes import edges_of, storage_bytes
 from penstock.stage.autograd.split_backward import BackwardSplitter
 from penstock.stage.autograd.weight_proxy import ProxyWeights
 from penstock.stage.blocks.loss import UnreadLoss
@@ -245,3 +245,60 @@ def _adds_to(place: Tensor) -> Callable[[Tensor], None]:
         leaf.grad = None
 
     return add
+
+
+class RecordingKey(NamedTuple):
+    """What a recording depends on, but for the buffers.
+
+    Attributes:
+        spec: the tree of input and target.
+        wants: which leaves of the input want gradients.
+        tensors: shape, strides and dtype of each leaf; None of one that is None.
+        halves: the backward comes in two halves.
+    """
+
+    spec: pytree.TreeSpec
+    wants: tuple[bool, ...]
+    tensors: tuple[object, ...]
+    halves: bool
+
+    @classmethod
+    def of(cls, given: Given, halves: bool) -> RecordingKey:
+        """What recordings of a forward that gets this depend on."""
+        leaves, spec = pytree.tree_flatten((given.value, given.target))
+        kinds = tuple(None if leaf is None else (leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves)
+        return cls(spec, given.wants, kinds, halves)
+
+
+class Claim:
+    """What a microbatch has of a room, until it is dropped."""
+
+
+class InFlightRoom:
+    """Room for one microbatch in flight: its memory, and the recordings that use it.
+
+    Args:
+        kept: pool of memory for what is kept from forwards to backwards.
+
+    Attributes:
+        kept: the same.
+        memories: by what recordings depend on.
+        passes: by that, and the buffers of weights and gradient.
+    """
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+        self.memories: dict[RecordingKey, FixedMemory] = {}
+        self.passes: dict[tuple[RecordingKey, Buffer, Buffer], CapturedPass] = {}
+        self._claim: Callable[[], Claim | None] = lambda: None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no microbatch has it."""
+        return self._claim() is None
+
+    def claim(self) -> Claim:
+        """Give it to a microbatch."""
+        claim = Claim()
+        self._claim = ref(claim)
+        return claim

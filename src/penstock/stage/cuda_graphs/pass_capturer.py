@@ -9,25 +9,26 @@ same time. All recordings of the latter share memory, since one of them is in us
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.comm.core.devices import on_device
 from penstock.comm.p2p.trees import detached
+from penstock.stage.autograd.deferred_weight_grads import DeferredWeightGrads
+from penstock.stage.autograd.forward_graph import Graph
+from penstock.stage.autograd.recompute import drawn_from, generator_states
 from penstock.stage.autograd.saved_bytes import has_memory
 from penstock.stage.blocks.loss import UnreadLoss
 from penstock.stage.blocks.module import StageModule
 from penstock.stage.blocks.rng import RngKey
-from penstock.stage.cuda_graphs.captured_pass import CapturedPass, FixedMemory, Given
-from penstock.stage.cuda_graphs.host_effects import ModuleAttributes, noticing_host_effects
-from penstock.stage.cuda_graphs.in_flight_room import InFlightRoom, RecordingKey
+from penstock.stage.cuda_graphs.captured_pass import CapturedPass, Claim, FixedMemory, Given, InFlightRoom, RecordingKey
 from penstock.stage.cuda_graphs.recorder import GraphRecorder
-from penstock.stage.cuda_graphs.replayed_backward import ReplayedGraph
 from penstock.stage.graph_builder import BlockOutput
 from penstock.stage.in_flight_microbatch import Microbatch
 from penstock.weights.memory.buffers import Buffer, Handle
@@ -36,6 +37,7 @@ _LOG = logging.getLogger(__name__)
 """The graph of a forward, its output and its loss."""
 Compute = Callable[[Microbatch, Any], tuple[Any, Tensor | None, UnreadLoss | None]]
 """Runs the blocks on an input; returns the output, the loss sum in its graph, and the loss."""
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class PassCapturer:
@@ -229,3 +231,120 @@ def _explained(error: RuntimeError) -> str:
         f"a block or the loss waits for the GPU, as .item(), float(tensor) and tensor.cpu() do; let them go on with "
         f"tensors (a loss may return its weight as one): {said}"
     )
+
+
+class ModuleAttributes:
+    """The attributes of the modules of a stage, to find out whether any has been given another value.
+
+    Values in lists and dicts count one by one; the memory of frozen parameters and buffers also has to stay the same.
+
+    Args:
+        module: the blocks of the stage, and its loss.
+    """
+
+    def __init__(self, module: StageModule) -> None:
+        self._module = module
+        self._values, self._shape, self._places = self._now()
+
+    def changed(self) -> bool:
+        """Return whether one has another value now."""
+        values, shape, places = self._now()
+        same = shape == self._shape and all(a is b for a, b in zip(self._values, values, strict=True))
+        return not same or places != self._places
+
+    def _now(self) -> tuple[list[Any], pytree.TreeSpec, list[int]]:
+        """The values, the lists and dicts that they are in, and where the memory of fixed tensors is."""
+        values, shape = pytree.tree_flatten([_attributes(module) for module in _modules(self._module)])
+        return values, shape, [tensor.data_ptr() for tensor in self._module.tensors.fixed if has_memory(tensor)]
+
+
+def _modules(module: StageModule) -> list[nn.Module]:
+    """All modules that a stage computes with."""
+    roots = [*module.modules.values(), *([module.loss] if isinstance(module.loss, nn.Module) else [])]
+    return [inner for root in roots for inner in root.modules()]
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module, and of its parameters in their places: those of versions take these in turns."""
+    own = {name: value for name, value in vars(module).items() if name != "_parameters"}
+    return own | {"_parameters": {name: vars(p) for name, p in module._parameters.items() if p is not None}}
+
+
+@contextmanager
+def noticing_host_effects(module: StageModule, given: Sequence[Tensor]) -> Iterator[Callable[[], str | None]]:
+    """A context for a pass, which yields a function: why a CUDA graph of the pass would not do the same again.
+
+    Args:
+        module: the stage.
+        given: tensors that the pass gets.
+    """
+    states = generator_states(module.blocks.values())
+    attributes, versions = ModuleAttributes(module), _versions(given)
+    with module.rng.noticing_draws() as drew:
+
+        def reason() -> str | None:
+            if any(vars(inner)[name] for inner in _modules(module) for name in _HOOKS):
+                return "their modules have hooks"
+            if drew() or drawn_from(states):
+                return "they draw random numbers"
+            if _versions(given) != versions:
+                return "they write in place into what they get"
+            return "they write attributes of their modules or parameters" if attributes.changed() else None
+
+        yield reason
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    """How often tensors have been written to, as far as torch counts."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+class ReplayedGraph(Graph):
+    """The graph of a forward that was replayed; its backward is replayed, too.
+
+    Args:
+        captured: the recording.
+        claim: on the memory of the microbatch.
+        elsewhere: replays the forward again, by a recording that adds to another gradient, and returns that.
+        nbytes: kept until the backward, and of these until its second half.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedPass,
+        claim: Claim,
+        elsewhere: Callable[[Buffer], CapturedPass],
+        nbytes: tuple[int, int],
+    ) -> None:
+        super().__init__({}, 0, [], captured.seed, nbytes[0], deferred_nbytes=nbytes[1])
+        self._captured, self._claim, self._elsewhere = captured, claim, elsewhere
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Replay the backward, or its first half."""
+        gradient = self._captured.weights.gradient
+        assert gradient is not None
+        gradient.finish_gradient()  # a recording adds, be it the first of its batch
+        if gradient is not self._captured.gradient:
+            self._captured = self._elsewhere(gradient)
+        found = self._captured.backward(gradients)
+        if self._captured.halves:
+            self.deferred = ReplayedWeightGrads(self._captured, self._claim)
+            self.deferred_nbytes += self._captured.deferred_nbytes
+        return found
+
+
+class ReplayedWeightGrads(DeferredWeightGrads):
+    """The second half of a backward that is replayed.
+
+    Args:
+        captured: the recording.
+        claim: on the memory of the microbatch.
+    """
+
+    def __init__(self, captured: CapturedPass, claim: Claim) -> None:
+        super().__init__()
+        self._captured, self._claim = captured, claim
+
+    def run(self, weights: Mapping[str, Tensor], add: Callable[[str, Tensor], None]) -> None:  # noqa: ARG002
+        """Replay it; the recording knows its weights and where it adds."""
+        self._captured.backward_for_weights()

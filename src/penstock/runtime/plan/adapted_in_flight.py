@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from penstock.errors import ScheduleError
-from penstock.runtime.in_flight.pass_and_message_times import Measured
+from penstock.runtime.plan.pass_and_message_times import Measured
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.in_flight_choice import FILLS, InFlightChoice, asked_order, interleaves, is_tried, splits
