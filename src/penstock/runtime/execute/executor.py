@@ -1,9 +1,9 @@
 """The loop of one rank, its state, and how ranks wait: alone in a process, or in turns in one.
 
 The executor is a generator. It yields a `Wait` when it needs a message that is not there, and a `Report` when one
-is ready; `runtime.execute.drive_ranks` decides how to wait, for one rank or for all in one process. It
-plays the schedule's own books (`penstock.schedule.stage_state`) along: they tell which versions are alive, and
-refuse at once whatever the proof would have refused.
+is ready; `drive_one` and `drive_all` decide how to wait, for one rank or for all in one process. It plays the
+schedule's own books (`penstock.schedule.stage_state`) along: they tell which versions are alive, and refuse at once
+whatever the proof would have refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A run of all ranks in one process without tensors: what each rank holds, as the runtime's ledger counts it.
 
-It follows the runtime action by action: who goes on when (`runtime.execute.drive_ranks`), when a SEND counts as
+It follows the runtime action by action: who goes on when (`runtime.execute.executor`), when a SEND counts as
 taken, and what passes and updates begin and cease to hold (`stage_run`, `sharded_stage`). Activations that are moved
 to the host's memory count like others, unless it is asked for what the device holds. What takes the same room from
 beginning to end is not counted here (`penstock.simulate.memory.predicted`).
