@@ -95,7 +95,7 @@ def train_reference(
         options: of the method (`methods.OPTIONS`): reschedule (K of T1 in updates, 0 for no T1) and decay (D of T2,
             None for no T2); bias ("paper" or "adam": XPipe's corrections); beta of i-timeprest.
         order: of the passes, where it is not the method's own.
-        equations: of a method of a user's own (`penstock.Method.reference`), which takes `options`; its forwards read
+        equations: of a method of a user's own (`Method.reference`), which takes `options`; its forwards read
             the versions that those of `method` do.
 
     Raises:
