@@ -89,7 +89,7 @@ Check = Callable[[Case, Features], None]
 
 @cache
 def _reference(case: Case) -> Reference:
-    return reference_run(case, options=reference_options(case.correction, case.schedule.rule))
+    return reference_run(case, options=reference_options(case.correction))
 
 
 def wanted(case: Case) -> Reference:

@@ -101,6 +101,11 @@ class Specs:
         self.hooked, self.state = hooked, state
         self._found: dict[Any, ResultSpec] = {}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Specs:
+        made = copy.copy(self)
+        made.units, made._found = copy.deepcopy(self.units, memo), {}
+        return made
+
     def on(self, model: nn.Module, precision: torch.dtype | None = None) -> Specs:
         """Return the same of the units of a copy of the model, or in another precision."""
         made = copy.copy(self)
@@ -860,7 +865,8 @@ def _map_tensors(tree: Any, function: Callable[[Any], Any]) -> Any:
 def shapes_in(tree: Any) -> Any:
     """Return what the shapes of results depend on, as a key."""
     if isinstance(tree, Tensor):
-        return tuple(tree.shape), tree.stride() if tree.layout == torch.strided else (), tree.dtype, tree.requires_grad
+        strides = tree.stride() if tree.layout == torch.strided else ()
+        return tuple(tree.shape), strides, tree.dtype, tree.device, tree.requires_grad
     if isinstance(tree, dict):
         return tuple((key, shapes_in(value)) for key, value in tree.items())
     if isinstance(tree, tuple | list):

@@ -206,7 +206,7 @@ class WeighedLoss:
                 raise self._error(_no_mean(str(error))) from None
         if isinstance(weight, Tensor):  # to look at it would be to wait for the device
             return times_weight(total, weight, output), weight
-        return (total * weight if weight else times_weight(total, torch.zeros(()), output)), weight
+        return (total * weight if weight else _zero(output, total)), weight
 
     def _of_slice(self, weight: float | Tensor, number: int, output: Any, target: Any) -> float | Tensor:
         """Return the weight of a slice: its own if it counts tokens; else that of the sequence, counted once."""
@@ -282,7 +282,8 @@ class _LossTrial:
         given = _changed(self._given, Tensor.detach)
         pair = self._picked(given, self._samples, (0, 1) if self._samples > 1 else (0, 0))
         size = sum(leaf.numel() for leaf in leaves_of(pair[0]) if isinstance(leaf, Tensor))
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
+        unseen = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # by who counts
+        with unseen, torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
             for number, variant in enumerate(_variants(pair) if size <= _LARGE else (pair,)):
                 if number > 3 and self._aligns:  # other targets
                     break
@@ -398,6 +399,13 @@ def times_weight(total: Tensor, weight: Tensor, output: Any) -> Tensor:
             leaf.register_hook(lambda gradient: torch.where(weight > 0, gradient, 0.0))  # type: ignore[no-untyped-call]
     wide = torch.promote_types(total.dtype, torch.float32)
     return torch.where(weight > 0, (total.to(wide) * weight.to(wide)).to(total.dtype), 0.0)
+
+
+def _zero(output: Any, total: Tensor) -> Tensor:
+    """A loss without targets, as zero: torch's mean over none is NaN, which the backward would spread."""
+    outputs = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    zeros: list[Tensor] = [leaf.flatten()[:0].sum().real for leaf in outputs]  # of no elements: 0 * inf is NaN
+    return sum(zeros, torch.zeros((), dtype=total.dtype, device=total.device))
 
 
 def _negative(weight: float) -> str:
