@@ -116,7 +116,7 @@ WRITES = re.compile(
 )
 ELSEWHERE = {
     "guarded_files.py", "checkpoint/format.py", "train/export/weights_folder.py",  # the latter two by `new_file`
-    "measure/machine/local_processes.py", "verify/tensor_parallel_run.py", "launch/worker_exit.py",  # temporary folders
+    "measure/local_processes.py", "verify/tensor_parallel_run.py", "launch/worker_exit.py",  # temporary folders
     "view/closed_terminal_stream.py", "comm/core/gloo_threads.py",  # devices
     "checkpoint/folder_claim.py",  # locks a folder
 }  # fmt: skip

@@ -65,9 +65,9 @@ class FTPipe(penstock.Corrector):
     def check(self, optimizer: Optimizer) -> None:
         """Accept SGD with momentum, Adam and AdamW."""
         if type(optimizer) not in (SGD, Adam, AdamW):
+            name = self.name_of(optimizer)
             raise penstock.CapabilityError(
-                f"FTPipe supports SGD with momentum, Adam and AdamW, not {type(optimizer).__name__}; use one of "
-                "these, or method lwp"
+                f"FTPipe supports SGD with momentum, Adam and AdamW, not {name}; use one of these, or method lwp"
             )
         check_predictable(optimizer)
 

@@ -61,8 +61,9 @@ class GapAware(penstock.Corrector):
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Accept SGD with momentum, whose state is read."""
         if not isinstance(optimizer, SGD) or not all(group["momentum"] for group in optimizer.param_groups):
+            name = self.name_of(optimizer)
             raise penstock.CapabilityError(
-                f"gap-aware gradients need SGD with momentum, not {type(optimizer).__name__} with these settings"
+                f"gap-aware gradients need SGD with momentum, not {name} with these settings"
             )
 
     def backward_done(self, updater: Updater, read: penstock.Buffer, newest: penstock.Buffer) -> None:

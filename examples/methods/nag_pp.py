@@ -30,7 +30,8 @@ class NagPP(penstock.Corrector):
     def check(self, optimizer: Optimizer) -> None:
         """Accept NAdam."""
         if not isinstance(optimizer, NAdam):
-            raise penstock.CapabilityError(f"NAG-PP needs NAdam, not {type(optimizer).__name__}; {self.instead}")
+            name = self.name_of(optimizer)
+            raise penstock.CapabilityError(f"NAG-PP needs NAdam, not {name}; {self.instead}")
 
 
 class NagPPWithoutStash(NagPP):

@@ -95,9 +95,10 @@ def check_momentum(optimizer: Optimizer) -> None:
         for group in optimizer.param_groups
     )
     if not plain:
+        name = penstock.Corrector.name_of(optimizer)
         raise penstock.CapabilityError(
             "spike compensation replaces the momentum of SGD (without nesterov, dampening or maximize), not that of "
-            f"{type(optimizer).__name__} with these settings; use optimizer sgd with momentum, or another method"
+            f"{name} with these settings; use optimizer sgd with momentum, or another method"
         )
 
 

@@ -114,7 +114,7 @@ def test_all_begin_alike_and_synchronous_ones_stay_so(found: Findings) -> None:
     curve = curves(found, "updates", "training_loss", "validation_loss", "gradient_norm")
     assert curve["1f1b"] == curve["zb-h2-post"] == curve["interleaved:chunks=2"]
     assert len({str(curve[method]) for method in ("1f1b", "2bw", "stash")}) == 3
-    assert [prepared.synchronous for prepared in found.contenders] == [True, False, False, True, True, *[False] * 4]
+    assert [prepared.synchronous for prepared in found.contenders] == [True, False, False, True, True, *[False] * 3]
 
 
 def test_a_divided_output_layer_has_the_curve_of_a_whole_one(tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ DIFFERENT: dict[str, tuple[Given, Given, str, str]] = {
     "correction": (
         {**ORDERED, "staleness": correction_of("gap-aware")},
         ORDERED,
-        "correction=OwnCorrection(spec=gap-aware, options={'average': 0.999, 'eps': 1e-08})",
+        "correction=OwnCorrection(spec=CorrectionSpec(name='gap-aware'",
         "correction=None",
     ),
     "reduce": (parallel(), parallel(reduce="fast"), "reduce='ordered'", "reduce='fast'"),

@@ -110,7 +110,8 @@ def test_numbers_must_be_positive_whole_numbers(stages, microbatches, what):
 def test_choices_nobody_offers_yet_are_named():
     order, rule = ORDERS["1f1b"](2, 2), RULES["flush"]
     assert compatible(order, rule) is None
-    assert "correction 'magic' is not supported" in compatible(order, rule, correction="magic")
+    with pytest.raises(ConfigError, match="unknown correction 'magic'"):
+        compatible(order, rule, correction="magic")
     assert "combine 'gossip' is not supported" in compatible(order, rule, combine="gossip")
 
 
@@ -181,7 +182,7 @@ def test_a_row_with_a_choice_that_is_not_offered_is_refused(monkeypatch):
     """Not built without it."""
     row = replace(METHODS["newest"], name="corrected", correction="prediction")
     monkeypatch.setattr("penstock.schedule.build.find_method", lambda name: row)
-    with pytest.raises(ConfigError, match="corrected: correction 'prediction' is not supported"):
+    with pytest.raises(ConfigError, match="unknown correction 'prediction'. Did you mean 'spectrain'"):
         make_schedule("corrected", 2, 2)
 
 

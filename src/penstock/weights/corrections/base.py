@@ -16,6 +16,7 @@ from torch import Tensor
 from penstock.schedule.methods.corrections import CorrectionSpec, find_correction
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.optim.directions import check_predictable
+from penstock.weights.optim.optimizer_adapters import name_of
 from penstock.weights.updates.parameter_change import Step
 from penstock.weights.updates.updater import Updater
 
@@ -86,6 +87,11 @@ class Corrector:
     def nbytes(self) -> int:
         """Bytes of the buffers."""
         return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    @staticmethod
+    def name_of(optimizer: torch.optim.Optimizer) -> str:
+        """Return the name of an optimizer's class; of one that is wrapped, that of the class within."""
+        return name_of(optimizer)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise an error if the correction does not support the optimizer.
