@@ -38,6 +38,7 @@ class Progress:
         bubble: idle share of all ranks since the last report that had figures; None before the first.
         live_bytes: per rank, bytes by kind; empty until all ranks have told theirs, at the first batch or two.
         trained: batches since the run was started, or restarted.
+        skipped: batches whose updates were skipped, of those that were decided since the last report.
     """
 
     batch: int
@@ -50,6 +51,7 @@ class Progress:
     bubble: float | None
     live_bytes: dict[int, dict[str, int]]
     trained: int
+    skipped: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

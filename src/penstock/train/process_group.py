@@ -124,6 +124,18 @@ def process_group(config: TrainConfig) -> Iterator[PrefixStore]:
     dist.destroy_process_group()  # not after an error: peers would see broken connections before the error is reported
 
 
+@contextmanager
+def group_of_one(config: TrainConfig) -> Iterator[Store]:
+    """Make a process group of this process alone, for a run that has all of its ranks here."""
+    store, hook = dist.HashStore(), sys.excepthook
+    _make_group(store, JobPlace("penstock", 0, 1, LOOPBACK, 0), timedelta(seconds=config.timeout), "gloo")
+    try:
+        yield store
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook  # torch's would name a rank in all errors from now on
+
+
 def _store_is_lost(place: JobPlace, error: dist.DistNetworkError) -> TransportError:
     """Make the error for the user when the store has broken the connection."""
     served = f"a {place.launcher}" if place.served else "rank 0"

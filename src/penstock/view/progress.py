@@ -60,8 +60,7 @@ class TerminalObserver:
             f"{config.microbatch_size} x {model.context} tokens"
         )
         self.console.print(
-            f"GPT {model.layers} x {model.width}, {model.parameters / 1e6:.2f} M parameters; "
-            f"{windows.corpus.described}",
+            f"{model.described}; {windows.corpus.described}",
             markup=False,
         )
         for stage, names in enumerate(parts):
