@@ -17,11 +17,11 @@ from benchmarks.profile_engine import print_profile
 from benchmarks.quality import CAMPAIGNS, curve, table
 from benchmarks.throughput import interval
 from benchmarks.tiny import InProcessArm, PlainArm, tiny_data
+from penstock.compare.grid import contenders
+from penstock.compare.tasks import make_task
 from torch import multiprocessing
 
-from penstock.compare.grid import contenders
 from penstock.compare.prepared_contender import prepare_contender
-from penstock.compare.tasks import make_task
 from penstock.launch.fork_server import start_method
 from penstock.schedule.build import prove
 from support.benchmarked import spawn_small

@@ -20,13 +20,13 @@ from benchmarks.remedies import (
     update,
     weights,
 )
-
-from penstock.compare.config import ComparisonConfig
 from penstock.compare.contender import parse_contender
 from penstock.compare.grid import Key
-from penstock.compare.prepared_contender import prepare_contender
 from penstock.compare.tasks import Task, make_task
 from penstock.compare.trial import run_trial
+
+from penstock.compare.config import ComparisonConfig
+from penstock.compare.prepared_contender import prepare_contender
 
 UPDATES = 9
 

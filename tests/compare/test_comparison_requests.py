@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from penstock.compare.config import comparison_config
 from penstock.compare.contender import parse_contender
 from penstock.compare.grid import Key
-from penstock.compare.run import ComparisonRun
 from penstock.compare.tasks import make_task
+
+from penstock.compare.config import comparison_config
+from penstock.compare.run import ComparisonRun
 from penstock.errors import CapabilityError, ConfigError, ScheduleError
 from support.comparisons import TEXT, Quiet, compared
 

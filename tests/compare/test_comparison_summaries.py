@@ -8,14 +8,14 @@ from functools import cache
 from typing import Any
 
 import pytest
-
 from penstock.compare.contender import parse_contender
 from penstock.compare.grid import Key
 from penstock.compare.held_out import Score
-from penstock.compare.prepared_contender import prepare_contender
-from penstock.compare.results import Findings, MethodSummary
 from penstock.compare.tasks import make_task
 from penstock.compare.trial import TrialResult
+
+from penstock.compare.prepared_contender import prepare_contender
+from penstock.compare.results import Findings, MethodSummary
 from support.comparisons import configured
 
 

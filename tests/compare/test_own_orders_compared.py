@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from penstock.compare.grid import contenders
 
 import penstock
 from penstock.compare.config import ComparisonConfig, comparison_config
-from penstock.compare.grid import contenders
 from penstock.compare.run import ComparisonRun
 from penstock.errors import ConfigError, ScheduleError
 from support.command_line import run

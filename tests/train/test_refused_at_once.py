@@ -8,12 +8,12 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from penstock.compare.grid import contenders
+from penstock.compare.tasks import make_task
 
 from penstock import cli
 from penstock.compare.config import comparison_config
-from penstock.compare.grid import contenders
 from penstock.compare.prepared_contender import prepare_contender
-from penstock.compare.tasks import make_task
 from penstock.errors import ConfigError, PenstockError
 from penstock.models.gpt import gpt_blocks
 from penstock.models.gpt_shape import count_blocks, preset

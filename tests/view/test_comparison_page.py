@@ -10,15 +10,15 @@ from itertools import pairwise
 from xml.etree import ElementTree
 
 import pytest
-
-from penstock.compare.config import comparison_config
 from penstock.compare.contender import parse_contender
 from penstock.compare.grid import Key
 from penstock.compare.held_out import Score
-from penstock.compare.prepared_contender import prepare_contender
-from penstock.compare.results import Findings
 from penstock.compare.tasks import make_task
 from penstock.compare.trial import TrialResult
+
+from penstock.compare.config import comparison_config
+from penstock.compare.prepared_contender import prepare_contender
+from penstock.compare.results import Findings
 from penstock.view.comparison_page import comparison_page, write_findings
 from penstock.view.comparison_progress import plus_minus
 from penstock.view.line_plot import Curve, plot_svg

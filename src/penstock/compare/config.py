@@ -17,6 +17,7 @@ from penstock.train.config.load import apply_change, validate, with_method_optio
 from penstock.train.config.own_schedule import is_file, read_own_schedule, size_fault
 from penstock.train.config.schema import TrainConfig
 from penstock.train.config.values import MANY, Number
+from penstock.train.config.written_config import flat
 
 _OF_A_RUN = ("method", "schedule", "rule", "corrected_by", "seed", "out", "placement", "predicted")
 """Keys of `penstock train` that a comparison sets itself, or has no use for."""
@@ -62,7 +63,10 @@ class ComparisonConfig(TrainConfig):
         description="seeds that all rates are tried with; the others get what was best for a contender. All if not set",
     )
     spike: Number = Field(
-        default=1.5, gt=1, le=1e100, description="a run has diverged when its loss is so many times that of its first batch"
+        default=1.5,
+        gt=1,
+        le=1e100,
+        description="a run has diverged when its loss is so many times that of its first batch",
     )
 
     @property
@@ -98,17 +102,12 @@ class ComparisonConfig(TrainConfig):
 
 def comparison_keys() -> list[Key]:
     """List every key of a comparison with its default and its meaning."""
-    defaults = {f"{name}.{key}": value for name in _DEFAULTS for key, value in _section(name).items()} | _DEFAULTS
+    defaults = flat(validate(ComparisonConfig, _with_defaults({})))
     return [
-        (key, defaults.get(key, default), meaning)
-        for key, default, meaning in described_keys(ComparisonConfig)
+        (key, defaults[key], meaning)
+        for key, _, meaning in described_keys(ComparisonConfig)
         if key.partition(".")[0] not in _OF_A_RUN
     ]
-
-
-def _section(name: str) -> Mapping[str, Any]:
-    value = _DEFAULTS[name]
-    return value if isinstance(value, Mapping) else {}
 
 
 def comparison_config(
@@ -144,8 +143,9 @@ def comparison_config(
         if isinstance(values.get(listed), str | float | int):
             values[listed] = _listed(listed, str(values[listed]), kind)
     config = validate(ComparisonConfig, _with_defaults(values))
-    if not files and (key := RULE if rule is not None else CORRECTION if correction is not None else None):
-        raise ConfigError(f"{key}: methods of the table have their own; it is for a --file")
+    for key, value in ((RULE, rule), (CORRECTION, correction)):
+        if value is not None and not files:
+            raise ConfigError(f"{key}: methods of the table have their own; it is for a --file")
     named = [*map(_in_short, config.methods), *config.contenders.items()]
     named += [_of_file(file, rule, correction) for file in files]
     labels = [label for label, _ in named]

@@ -131,7 +131,7 @@ def train_contender(config: ComparisonConfig, task: Task, runs: Path, key: Key, 
         tell: called after each batch.
 
     Raises:
-        PenstockError: see `penstock.train.loop.train_here`. A loss that is not finite or grows is a result, not an error.
+        PenstockError: see `train_here`. A loss that is not finite or grows is a result, not an error.
         DataError: the metrics of the run could not be written.
     """
     folder, run = runs / key.folder, config.run(*key)

@@ -76,7 +76,11 @@ def describe(folder: Path, config: ComparisonConfig, data: str) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    index = {"schema": SCHEMA, "data": data, "config": config.model_copy(update={"lr": list(config.rates)}).model_dump()}
+    index = {
+        "schema": SCHEMA,
+        "data": data,
+        "config": config.model_copy(update={"lr": list(config.rates)}).model_dump(),
+    }
     try:
         (folder / RUNS).mkdir(parents=True, exist_ok=True)
         write_whole(folder / INDEX, json.dumps(index, indent=1))
@@ -87,7 +91,9 @@ def describe(folder: Path, config: ComparisonConfig, data: str) -> None:
 
 def _refuse(values: dict[str, tuple[Any, Any]], folder: Path) -> None:
     """Refuse values of which the first, those of the folder, are not the second."""
-    said = [f"{key} is {_shown(there)} there and {_shown(now)} now" for key, (there, now) in values.items() if there != now]
+    said = [
+        f"{key} is {_shown(there)} there and {_shown(now)} now" for key, (there, now) in values.items() if there != now
+    ]
     if said:
         raise ConfigError(
             f"--out {str(folder)!r} holds another comparison: {'; '.join(said)}. Use the same settings (methods, seeds "
@@ -100,7 +106,7 @@ def _shown(value: Any) -> str:
 
 
 def _comparable(keys: dict[str, Any]) -> Any:
-    """Return the keys of a contender as they are read again, with a schedule in place of its text, which names a file."""
+    """Return the keys of a contender as they are read again; of a schedule not the first line, which names its file."""
     text = keys.get("schedule")
     return json.loads(json.dumps(keys if text is None else {**keys, "schedule": str(schedule_in(text))}))
 

@@ -32,7 +32,7 @@ class ComparisonObserver(Protocol):
         ...
 
     def started(self, title: str, total: int, there: int) -> None:
-        """All contenders can be trained; `there` of `total` runs have finished earlier. The title is of model and data."""
+        """All contenders can be trained; `there` of `total` runs have finished earlier."""
         ...
 
     def began(self, key: Key, batches: int) -> None:

@@ -22,7 +22,7 @@ class CopiedVersions:
     The last version of a run is left out: it is evaluated where it is.
 
     Args:
-        pipeline: that is trained; all of its ranks are here.
+        pipeline: that is trained, where it begins; all of its ranks are here.
         other: another one of the same stages, which evaluates.
         every: which versions are evaluated.
         last: the number of batches of the run.
@@ -33,6 +33,8 @@ class CopiedVersions:
         self._weights = other.state_dict()
         self._updates = dict.fromkeys(self._weights, 0)
         self._copies: dict[int, dict[str, Tensor]] = {}
+        if pipeline.batches:  # loaded from a checkpoint
+            self._see(pipeline.batches, pipeline.state_dict())
         pipeline.on_update(self._see)
 
     def _see(self, update: int, weights: Mapping[str, Tensor]) -> None:

@@ -117,9 +117,6 @@ class _Loop:
         self.rank = dist.get_rank()
         torch.set_num_threads(config.threads or self._share_of_cpus())
         self.pipeline = make_pipeline(prepared, group)
-        self.copies: CopiedVersions | None = None
-        if group is None and (every := config.evaluate.every) is not None:
-            self.copies = CopiedVersions(self.pipeline, make_pipeline(prepared), every, config.batches)
         request.doing = lambda: self.pipeline.doing
         self.troubles = Troubles(store)
         self.metrics = Metrics(folder, self.troubles.lost)
@@ -137,6 +134,9 @@ class _Loop:
         self.phases = Phases(prepared, self.pipeline, self.checkpoints, self._gather)
         loaded = self.checkpoints.load(ready=self.phases.ready)
         self._begin_from(None if loaded is None else loaded.extra)
+        self.copies: CopiedVersions | None = None
+        if group is None and (every := config.evaluate.every) is not None:
+            self.copies = CopiedVersions(self.pipeline, make_pipeline(prepared), every, config.batches)
         self.reporter = Reporter(prepared, folder, self.pipeline, observer, self.metrics, self.troubles, store)
 
     def _begin_from(self, found: Mapping[str, Any] | None) -> None:

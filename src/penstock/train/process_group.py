@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.comm.collective.all_gather_json import gather_json
@@ -127,7 +127,7 @@ def process_group(config: TrainConfig) -> Iterator[PrefixStore]:
 @contextmanager
 def group_of_one(config: TrainConfig) -> Iterator[Store]:
     """Make a process group of this process alone, for a run that has all of its ranks here."""
-    store, hook = dist.HashStore(), sys.excepthook
+    store, hook = HashStore(), sys.excepthook
     _make_group(store, JobPlace("penstock", 0, 1, LOOPBACK, 0), timedelta(seconds=config.timeout), "gloo")
     try:
         yield store

@@ -25,7 +25,7 @@ from penstock.runtime.in_flight.adapted_in_flight import AdaptedInFlight
 from penstock.runtime.update.run_events import Evaluated
 from penstock.schedule.ir.sharding import Level
 from penstock.timeline import Timeline
-from penstock.train.observer import Progress, RunSummary, Switched
+from penstock.train.observer import Observer, Progress, RunSummary, Switched
 from penstock.train.prepare.prepare_run import Prepared
 from penstock.view.perfetto import write_trace
 from penstock.view.plurals import counted
@@ -37,7 +37,7 @@ _BAR = 30  # columns; a bar as wide as the terminal would be wrapped as soon as 
 _PLAIN_EVERY = 5.0  # seconds between two lines without a terminal
 
 
-class TerminalObserver:
+class TerminalObserver(Observer):
     """Shows the progress and the summary of a run, and writes its trace."""
 
     def __init__(self, console: Console | None = None) -> None:
