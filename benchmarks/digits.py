@@ -66,8 +66,7 @@ class Images:
 
 def digits(config: TrainConfig) -> tuple[Any, Any]:
     """Return the model of a run, a network of `model.layers` blocks and `model.width` channels, and its samples."""
-    assert config.model.layers and config.model.width, "comparisons set both"
-    shape: Any = CNNConfig(config.model.layers, config.model.width)
+    shape: Any = CNNConfig(config.model.layers or 8, config.model.width or 16)
     model = LanguageModel(shape, residual_cnn_blocks(shape, config.seed), class_loss)
     return model, Images(config.held_out, config.seed)
 

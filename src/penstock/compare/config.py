@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
 from penstock.schedule.methods.method_parsing import CORRECTION, RULE, written_order
 from penstock.train.config.key_reference import Key, described_keys, known_keys
 from penstock.train.config.load import apply_change, validate, with_method_options
@@ -154,6 +155,15 @@ def comparison_config(
     return config.model_copy(update={"contenders": {label: _read(label, keys, config) for label, keys in named}})
 
 
+@contextmanager
+def said_of(label: str) -> Iterator[None]:
+    """Say of what is wrong with a contender that it is this one."""
+    try:
+        yield
+    except PenstockError as error:
+        raise type(error)(f"{label}: {error}") from None
+
+
 def default_contenders() -> dict[str, dict[str, Any]]:
     """Return the contenders of a comparison that names none."""
     return dict(map(_in_short, ("1f1b", "2bw")))
@@ -179,7 +189,8 @@ def _in_short(text: str) -> tuple[str, dict[str, Any]]:
         ConfigError: there is no such method or option.
     """
     name, options, keys = _divided(text)
-    values = with_method_options({"method": ":".join([name, *options])})
+    with said_of(text):
+        values = with_method_options({"method": ":".join([name, *options])})
     return ":".join([values["method"], *options, *keys]), _merged(values, _nested(keys))
 
 
@@ -201,7 +212,8 @@ def _read(label: str, keys: Mapping[str, Any], config: ComparisonConfig) -> dict
     """
     text = keys.get("schedule")
     if not isinstance(text, str):
-        return with_method_options(keys)
+        with said_of(label):
+            return with_method_options(keys)
     sizes = {key: keys.get(key, getattr(config, key)) for key in ("stages", "microbatches")}
     read: dict[str, Any] = {"method": None}
     if is_file(text):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.compare.config import ComparisonConfig
-from penstock.errors import PenstockError
+from penstock.compare.config import ComparisonConfig, said_of
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.proof.proof import Proof
 from penstock.simulate.costs import Costs
@@ -59,11 +58,9 @@ def prepare_contender(config: ComparisonConfig, label: str, task: Task) -> Prepa
     Raises:
         PenstockError: it cannot; the message names the contender and the reason.
     """
-    try:
+    with said_of(label):
         run = prepare(config.run(label, 0, config.rates[0]), task=task)
         pipeline = make_pipeline(run)
-    except PenstockError as error:
-        raise type(error)(f"{label}: {error}") from None
     forward, backward = _chosen_delays(pipeline) if run.config.delayed else _delays(run.plan.proof)
     begin = simulate_schedule(run.plan.proof, _costs(run.plan.proof), min(run.config.batches, 3)).timeline
     return PreparedContender(label, run, forward, backward, _times(run), begin)

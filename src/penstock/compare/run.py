@@ -6,12 +6,9 @@ import multiprocessing
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Protocol
-
-import torch
 
 from penstock.compare.config import ComparisonConfig
 from penstock.compare.contender_run import Key, TrialResult, read_result, train_contender
@@ -144,10 +141,9 @@ class ComparisonRun:
         if jobs > 1:
             yield from train_side_by_side(self._config, self._folder, keys, jobs, self._make_task)
             return
-        with _threads(), torch.random.fork_rng(devices=[]):
-            for key in keys:
-                self._observer.began(key, self._config.batches)
-                yield train_contender(self._config, self._task, self._folder / RUNS, key, self._observer.progress)
+        for key in keys:
+            self._observer.began(key, self._config.batches)
+            yield train_contender(self._config, self._task, self._folder / RUNS, key, self._observer.progress)
 
     def _best_rate(self, label: str) -> float | None:
         """Return the best rate of a contender by its finished runs; None if there are none."""
@@ -157,16 +153,6 @@ class ComparisonRun:
         """Return the results so far."""
         ordered = {key: self._results[key] for key in grid_of(self._config) if key in self._results}
         return Findings(self._config, self._contenders, ordered)
-
-
-@contextmanager
-def _threads() -> Iterator[None]:
-    """Restore the number of threads, which every run sets, as it changes the last bits of sums."""
-    before = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def train_side_by_side(

@@ -1,7 +1,8 @@
 """Evaluates the weights of a version in a pipeline of their own, where all ranks are in one process.
 
 An evaluation in the pipeline itself would drain it, under all rules but flush and double-buffer, and delays would begin
-anew. Copies of the weights change nothing, whatever the method.
+anew. Copies of the weights change nothing, whatever the method. (Pipelines that have weights of their own are evaluated
+where they meet, since none of them has made the weights that they have in common then.)
 """
 
 from __future__ import annotations

@@ -96,8 +96,12 @@ def train_here(prepared: Prepared, folder: Path, observer: Observer) -> None:
     Raises:
         PenstockError: see `Pipeline`.
     """
-    with group_of_one(prepared.config) as store:
-        _Loop(prepared, folder, store, observer, DrainRequest(None), None).run()
+    threads = torch.get_num_threads()
+    try:
+        with group_of_one(prepared.config) as store, torch.random.fork_rng(devices=[]):
+            _Loop(prepared, folder, store, observer, DrainRequest(None), None).run()
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _Loop:
@@ -135,7 +139,7 @@ class _Loop:
         loaded = self.checkpoints.load(ready=self.phases.ready)
         self._begin_from(None if loaded is None else loaded.extra)
         self.copies: CopiedVersions | None = None
-        if group is None and (every := config.evaluate.every) is not None:
+        if group is None and (every := config.evaluate.every) is not None and not self.pipeline.combine.apart:
             self.copies = CopiedVersions(self.pipeline, make_pipeline(prepared), every, config.batches)
         self.reporter = Reporter(prepared, folder, self.pipeline, observer, self.metrics, self.troubles, store)
 
