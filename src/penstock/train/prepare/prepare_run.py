@@ -154,10 +154,10 @@ def prepare(
     if task is None:
         known = None if local else config.model.vocabulary  # the launcher looks through all tokens, for all ranks
         corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)), known, once)
+        if local:
+            check_machine_memory(config, model_shape(config, corpus))
         task = partial(gpt_on_text, corpus=corpus)
     model, windows = task(config)
-    if local:
-        check_machine_memory(config, model.shape)
     if windows.corpus.text and config.sample_length and not config.prompt:
         raise ConfigError("prompt must not be empty while sample_length is not 0")
     options = pipeline_options(_decided(config), model)
