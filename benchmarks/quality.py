@@ -27,7 +27,7 @@ from rich.console import Console
 from benchmarks.digits import digits_of
 from benchmarks.throughput import RESULTS
 from penstock.compare.config import ComparisonConfig, comparison_config
-from penstock.compare.run import ComparisonRun, text_of
+from penstock.compare.run import ComparisonRun, text_task
 from penstock.view.comparison_page import RESULTS as ROWS, SUMMARY, write_findings
 from penstock.view.comparison_progress import TerminalComparison
 
@@ -128,7 +128,7 @@ def run(
     observer = TerminalComparison()
     folder, kept = out / folder_of(name, updates), PUBLISHED / folder_of(name, updates)
     campaign = CAMPAIGNS[name]
-    task = digits_of if campaign.images else text_of
+    task = digits_of if campaign.images else text_task
     comparison = ComparisonRun(campaign.sized(updates, seeds, *changes), folder, observer, task)
     try:
         comparison.run(jobs)

@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.throughput import RESULTS, open_raw, read_raw
 from penstock.compare.config import ComparisonConfig, comparison_config
-from penstock.compare.run import text_of
+from penstock.compare.run import text_task
 from penstock.train.config.schema import TrainConfig
 from penstock.train.prepare.prepare_run import Task
 from penstock.train.setup.lr_schedule import rate_schedule
@@ -347,7 +347,7 @@ def main() -> None:
     out = arguments.summary or open_raw("remedies", arguments.out)
     if arguments.summary is None:
         config = settings(arguments.updates)
-        task = text_of(config, arguments.out)
+        task = text_task(config, arguments.out)
         runs = [(n, r, s) for s in range(arguments.seeds) for r in arguments.lr for n in arguments.only]
         for name, rate, seed in runs:
             losses = list(trained(config, task, REMEDIES[name], seed, rate))

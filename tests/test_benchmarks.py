@@ -21,7 +21,7 @@ from benchmarks.tiny import InProcessArm, PlainArm, tiny_data
 from torch import multiprocessing
 
 from penstock.compare.prepared_contender import prepare_contender
-from penstock.compare.run import text_of
+from penstock.compare.run import text_task
 from penstock.launch.fork_server import start_method
 from penstock.schedule.build import prove
 from support.benchmarked import spawn_small
@@ -199,7 +199,7 @@ def test_campaigns_of_quality():
 @pytest.mark.parametrize("name", ["text-1-nadam", "digits-1-sgd"])
 def test_the_optimizer_of_a_campaign_goes_with_its_methods(name):
     config = CAMPAIGNS[name].config
-    task = (digits_of if CAMPAIGNS[name].images else text_of)(config, ROOT)
+    task = (digits_of if CAMPAIGNS[name].images else text_task)(config, ROOT)
     synchronous, *others = (prepare_contender(config, label, task).synchronous for label in config.contenders)
     assert synchronous
     assert not any(others)

@@ -24,7 +24,7 @@ from benchmarks.remedies import (
 
 from penstock.compare.config import ComparisonConfig, comparison_config
 from penstock.compare.contender_run import Key, train_contender
-from penstock.compare.run import text_of
+from penstock.compare.run import text_task
 from penstock.train.prepare.prepare_run import Task
 
 UPDATES = 9
@@ -40,7 +40,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ComparisonConfig:
 
 @pytest.fixture(scope="module")
 def task(config: ComparisonConfig) -> Task:
-    return text_of(config, Path("nowhere"))
+    return text_task(config, Path("nowhere"))
 
 
 @pytest.mark.parametrize(

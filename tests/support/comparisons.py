@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.compare.config import ComparisonConfig, comparison_config
 from penstock.compare.results import Findings
-from penstock.compare.run import ComparisonRun, text_of
+from penstock.compare.run import ComparisonRun, text_task
 from penstock.train.data.window_sampler import batches
 
 TEXT = Path(__file__).parents[2] / "LICENSE"  # any text that stays the same
@@ -54,7 +54,7 @@ def curves(findings: Findings, *what: str) -> dict[str, list[list[Any]]]:
 
 
 def task_of(config: ComparisonConfig) -> tuple[Any, Any]:
-    return text_of(config, Path("nowhere"))(config)
+    return text_task(config, Path("nowhere"))(config)
 
 
 def data(config: ComparisonConfig) -> list[Any]:

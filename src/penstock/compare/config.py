@@ -18,7 +18,7 @@ from penstock.train.config.load import apply_change, validate, with_method_optio
 from penstock.train.config.own_schedule import is_file, read_own_schedule, size_fault
 from penstock.train.config.schema import TrainConfig
 from penstock.train.config.values import MANY, Number
-from penstock.train.config.written_config import flat
+from penstock.train.config.written_config import flat_config
 
 _OF_A_RUN = ("method", "schedule", "rule", "corrected_by", "seed", "out", "placement", "predicted")
 """Keys of `penstock train` that a comparison sets itself, or has no use for."""
@@ -103,7 +103,7 @@ class ComparisonConfig(TrainConfig):
 
 def comparison_keys() -> list[Key]:
     """List every key of a comparison with its default and its meaning."""
-    defaults = flat(validate(ComparisonConfig, _with_defaults({})))
+    defaults = flat_config(validate(ComparisonConfig, _with_defaults({})))
     return [
         (key, defaults[key], meaning)
         for key, _, meaning in described_keys(ComparisonConfig)

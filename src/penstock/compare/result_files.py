@@ -20,7 +20,7 @@ from penstock.errors import ConfigError, DataError
 from penstock.guarded_files import write_whole
 from penstock.train.config.load import validate
 from penstock.train.config.own_schedule import schedule_in
-from penstock.train.config.written_config import flat, on_one_line
+from penstock.train.config.written_config import flat_config, on_one_line
 
 SCHEMA = 2
 INDEX = "comparison.json"
@@ -42,7 +42,7 @@ def joined(config: ComparisonConfig, folder: Path) -> ComparisonConfig:
             )
         return config.model_copy(update={"contenders": config.contenders or default_contenders()})
     there, given = validate(ComparisonConfig, _read(folder)["config"]), config.model_fields_set
-    before, now = flat(there), flat(config)
+    before, now = flat_config(there), flat_config(config)
     _refuse({key: (before[key], now[key]) for key in before if key not in _MAY_GROW}, folder)
     for label in there.contenders.keys() & config.contenders.keys():
         if _comparable(there.contenders[label]) != _comparable(config.contenders[label]):

@@ -69,7 +69,7 @@ def rounds_of(config: ComparisonConfig, best: Callable[[str], float | None]) -> 
     yield [Key(label, seed, lr) for seed in range(tuned, config.seeds) for label, lr in rates.items() if lr is not None]
 
 
-def text_of(config: ComparisonConfig, folder: Path) -> Task:
+def text_task(config: ComparisonConfig, folder: Path) -> Task:
     """Return the task of a comparison on text, which is read once for all of its runs.
 
     Args:
@@ -102,7 +102,7 @@ class ComparisonRun:
         config: ComparisonConfig,
         folder: Path,
         observer: ComparisonObserver,
-        task: Callable[[ComparisonConfig, Path], Task] = text_of,
+        task: Callable[[ComparisonConfig, Path], Task] = text_task,
     ) -> None:
         self._config, self._folder, self._observer, self._make_task = joined(config, folder), folder, observer, task
         self._task = task(self._config, folder)
@@ -160,7 +160,7 @@ def train_side_by_side(
     folder: Path,
     keys: Sequence[Key],
     jobs: int,
-    task: Callable[[ComparisonConfig, Path], Task] = text_of,
+    task: Callable[[ComparisonConfig, Path], Task] = text_task,
 ) -> Generator[TrialResult, None, None]:
     """Train runs, so many at a time, and yield their results in the order in which they end.
 

@@ -58,7 +58,7 @@ def changed_by_hand(folder: Path) -> Changes:
             f"missing, the first of them {missing[0]}. Put the file back, or take it as it was written: --config "
             f"{folder / WRITTEN}"
         )
-    return _differing(written, flat(load_config(path, [])))
+    return _differing(written, flat_config(load_config(path, [])))
 
 
 def _as_written(folder: Path) -> dict[str, Any] | None:
@@ -83,7 +83,7 @@ def _as_written(folder: Path) -> dict[str, Any] | None:
             f"remove the damaged one, or give the configuration with --config"
         )
     values = parse_yaml(rest, str(path))
-    return {key: value for key, value in flat(validate_config(values)).items() if _has(values, key)}
+    return {key: value for key, value in flat_config(validate_config(values)).items() if _has(values, key)}
 
 
 def _digest(text: str) -> str:
@@ -112,7 +112,7 @@ def changed_since(folder: Path, now: TrainConfig) -> Changes:
         before = _as_written(folder)
     except ConfigError:  # damaged
         before = None
-    return {} if before is None else _differing(before, flat(now))
+    return {} if before is None else _differing(before, flat_config(now))
 
 
 def option_of(key: str, value: Any) -> str:
@@ -140,10 +140,10 @@ def note_changes(config: TrainConfig, folder: Path, batch: int) -> Changes:
     path = folder / CONFIG
     try:
         there, history = load_config(path, []), _comments(path)
-        before = _as_written(folder) or flat(there)
+        before = _as_written(folder) or flat_config(there)
     except (ConfigError, OSError, ValueError):  # there is none, or a later version wrote it
         before, history = {}, []
-    now = flat(config)
+    now = flat_config(config)
     if before == now:
         return {}
     changes = _differing({**dict.fromkeys(now, _UNKNOWN), **before} if before else {}, now)
@@ -180,7 +180,7 @@ def _comments(path: Path) -> list[str]:
     return [*takewhile(lambda line: line.startswith("#") and not line.startswith(_DIGEST), lines)]
 
 
-def flat(config: TrainConfig) -> dict[str, Any]:
+def flat_config(config: TrainConfig) -> dict[str, Any]:
     """Flatten sections to keys of the form `section.key`; values that are dictionaries remain."""
     flat: dict[str, Any] = {}
     for key, value in config:
