@@ -28,15 +28,9 @@ _WINDOW = 25  # batches whose mean loss says whether a run has diverged, if ther
 
 
 class Key(NamedTuple):
-    """Identifies one run of a comparison.
+    """Identifies one run of a comparison."""
 
-    Attributes:
-        method: the contender's label.
-        seed: of the initial weights and the order of samples.
-        lr: peak learning rate.
-    """
-
-    method: str
+    method: str  # the contender's label
     seed: int
     lr: float
 
@@ -59,31 +53,18 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The result of a run.
-
-    Attributes:
-        key: identifies the run.
-        scores: its evaluations.
-        losses: of every batch, at the weights that its forwards read.
-        norms: of the gradient of every update, before clipping; NaN where none was taken, as nothing is clipped.
-        diverged: the number of batches after which divergence was noticed; None if it did not diverge.
-        seconds: that it trained, since it was started or resumed last.
-    """
+    """The result of a run."""
 
     key: Key
     scores: tuple[Score, ...]
-    losses: tuple[float, ...]
-    norms: tuple[float, ...]
-    diverged: int | None
-    seconds: float
+    losses: tuple[float, ...]  # of every batch, at the weights that its forwards read
+    norms: tuple[float, ...]  # of every gradient before clipping; NaN where nothing is clipped
+    diverged: int | None  # the number of batches after which divergence was noticed
+    seconds: float  # that it trained, since it was started or resumed last
 
 
 def read_result(runs: Path, key: Key) -> TrialResult | None:
     """Read the result of a run from the metrics in its folder; None if it has not ended.
-
-    Args:
-        runs: holds the folders of all runs.
-        key: identifies the run.
 
     Raises:
         DataError: the metrics say that it has ended, but not all before that.
@@ -122,13 +103,6 @@ def _number(value: float | None) -> float:
 
 def train_contender(config: ComparisonConfig, task: Task, runs: Path, key: Key, tell: Told) -> TrialResult:
     """Train one run to its end, or until it diverges; an earlier start of it goes on if it has left a checkpoint.
-
-    Args:
-        config: of the comparison.
-        task: makes the model and its samples.
-        runs: holds the folders of all runs.
-        key: identifies the run.
-        tell: called after each batch.
 
     Raises:
         PenstockError: see `train_here`. A loss that is not finite or grows is a result, not an error.

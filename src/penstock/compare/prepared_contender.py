@@ -22,23 +22,16 @@ _SIMULATED = 96  # batches
 
 @dataclass(frozen=True)
 class PreparedContender:
-    """A contender that is ready to be trained.
-
-    Attributes:
-        label: its name.
-        run: its run with the first seed and rate.
-        delays_forward, delays_backward: of every stage, updates between the weights that it reads and those
-            that it updates, mean over a batch.
-        times: of every number of updates from 0 on, when the last stage has made them, in the simulation.
-        begin: the simulated timeline of its first batches.
-    """
+    """A contender that is ready to be trained."""
 
     label: str
-    run: Prepared
-    delays_forward: tuple[float, ...]
+    run: Prepared  # with the first seed and rate
+    delays_forward: tuple[
+        float, ...
+    ]  # of every stage, in updates, mean over a batch
     delays_backward: tuple[float, ...]
-    times: tuple[float, ...]
-    begin: Timeline
+    times: tuple[float, ...]  # of every number of updates from 0 on, when the last stage has made them, simulated
+    begin: Timeline  # of its first batches, simulated
 
     @property
     def synchronous(self) -> bool:
@@ -49,11 +42,6 @@ class PreparedContender:
 
 def prepare_contender(config: ComparisonConfig, label: str, task: Task) -> PreparedContender:
     """Check that a contender can be trained, and derive delays and simulated times from its schedule.
-
-    Args:
-        config: of the comparison.
-        label: of the contender.
-        task: makes its model and its samples.
 
     Raises:
         PenstockError: it cannot; the message names the contender and the reason.

@@ -56,12 +56,8 @@ def grid_of(config: ComparisonConfig) -> Iterator[Key]:
 def rounds_of(config: ComparisonConfig, best: Callable[[str], float | None]) -> Iterator[list[Key]]:
     """Yield all runs that are needed, in rounds that need the results of those before them.
 
-    Each is ordered seed by seed, so that early results compare all contenders.
-
-    Args:
-        config: the comparison.
-        best: label of a contender -> its best rate, asked for when all rates have been tried; if it returns None, the
-            contender's further runs are left out.
+    Each is ordered seed by seed, so that early results compare all contenders. `best` returns the best rate of a
+    contender once all have been tried; if that is None, its further runs are left out.
     """
     tuned = config.tuned
     yield [key for key in grid_of(config) if key.seed < tuned]
@@ -70,15 +66,7 @@ def rounds_of(config: ComparisonConfig, best: Callable[[str], float | None]) -> 
 
 
 def text_task(config: ComparisonConfig, folder: Path) -> Task:
-    """Return the task of a comparison on text, which is read once for all of its runs.
-
-    Args:
-        config: of the comparison.
-        folder: its own, whose files are not part of the text.
-
-    Raises:
-        DataError: there is no text.
-    """
+    """Return the task of a comparison on text, which is read once for all runs; files in its own folder are no part."""
     corpus = load_corpus(config.data, lambda file: file.resolve().is_relative_to(folder.resolve()))
     return partial(gpt_on_text, corpus=corpus)
 
@@ -165,13 +153,6 @@ def train_side_by_side(
     """Train runs, so many at a time, and yield their results in the order in which they end.
 
     After a run that fails, none begins; its error is raised when those under way have ended.
-
-    Args:
-        config: of the comparison.
-        folder: of its results.
-        keys: of the runs.
-        jobs: processes.
-        task: as of `ComparisonRun`.
 
     Raises:
         PenstockError: see `train_contender`.
