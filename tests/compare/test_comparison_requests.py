@@ -71,6 +71,7 @@ def test_options_win_over_changes_and_lists_are_read() -> None:
     assert comparison_config([], {"lr": "1e-3,3e-3"}).rates == (0.001, 0.003)
     assert [*comparison_config([], {"methods": "Megatron:chunks=4"}).contenders] == ["interleaved:chunks=4"]
     assert Key("interleaved:chunks=4", 2, 0.001).folder == "interleaved+chunks=4-seed-2-lr-0.001"
+    assert len({Key(label, 0, 0.1).folder for label in ("a:b", "a+b", "a/b", "a b", "a%2Bb")}) == 5
 
 
 def test_contenders_change_keys_of_a_run() -> None:

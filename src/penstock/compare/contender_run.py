@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from penstock.compare.config import ComparisonConfig
-from penstock.errors import DataError
+from penstock.errors import ConfigError, DataError
 from penstock.runtime.update.run_events import Evaluated
 from penstock.timeline import Timeline
 from penstock.train.config.schema import TrainConfig
@@ -37,7 +37,7 @@ class Key(NamedTuple):
     @property
     def folder(self) -> str:
         """The name of the run folder."""
-        name = re.sub(r"[^\w.=+,-]", "+", self.method)
+        name = quote(self.method, safe=":=,.-").replace(":", "+")  # no two labels have the same one
         return f"{name}-seed-{self.seed}-lr-{self.lr!r}"
 
     def __str__(self) -> str:
@@ -105,13 +105,17 @@ def train_contender(config: ComparisonConfig, task: Task, runs: Path, key: Key, 
     """Train one run to its end, or until it diverges; an earlier start of it goes on if it has left a checkpoint.
 
     Raises:
+        ConfigError: its folder cannot be written.
         PenstockError: see `train_here`. A loss that is not finite or grows is a result, not an error.
         DataError: the metrics of the run could not be written.
     """
     folder, run = runs / key.folder, config.run(*key)
-    if folder.exists() and saved_batches(folder) is None:
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if folder.exists() and saved_batches(folder) is None:
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write {str(folder)!r}: {error.strerror or error}") from None
     begun = [_number(line["loss"]) for line, _ in records(folder) if line.get("batch") == 0]
     watch = _Watch(run, config.spike, begun, tell)
     try:

@@ -26,9 +26,7 @@ class PreparedContender:
 
     label: str
     run: Prepared  # with the first seed and rate
-    delays_forward: tuple[
-        float, ...
-    ]  # of every stage, in updates, mean over a batch
+    delays_forward: tuple[float, ...]  # of every stage, in updates, mean over a batch
     delays_backward: tuple[float, ...]
     times: tuple[float, ...]  # of every number of updates from 0 on, when the last stage has made them, simulated
     begin: Timeline  # of its first batches, simulated
