@@ -63,7 +63,7 @@ class Reporter:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         schedule = prepared.plan.schedule
         last = schedule.stage_at[schedule.num_stages - 1, 0]
-        self._alone = pipeline.grid.group is None
+        self._alone = pipeline.grid.everyone is None
         self._reports = self._alone or self._rank == pipeline.grid.process_of_all(Holder(0, last))
         self._rate = rate_schedule(prepared.config.lr_schedule, prepared.config.batches)
         self._board, self._meter = Board(store, self._rank, self._ranks), BubbleMeter(self._ranks)
