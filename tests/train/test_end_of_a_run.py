@@ -2,6 +2,7 @@
 
 import pytest
 
+from penstock import read_timeline
 from penstock.train.export.weights_folder import load_weights
 from support.command_line import only_folder, settings
 
@@ -16,7 +17,8 @@ def test_a_run_goes_on_with_its_own_text_and_ends_where_it_can_write(tmp_path, c
     ran = command("train", "--data", text, *settings(f"out={tmp_path / 'runs'}", "sample_length=0"))
     assert ran.returncode == 0, ran.stderr
     folder = only_folder(tmp_path / "runs")
-    wanted = load_weights(folder)
+    wanted, trained = load_weights(folder), read_timeline(folder)
+    assert trained.intervals
     refused = command("train", "--resume", folder, "--data", other)
     assert refused.returncode == 1
     assert "was trained on other text: 9000 tokens" in " ".join(refused.stderr.split())
@@ -38,3 +40,4 @@ def test_a_run_goes_on_with_its_own_text_and_ends_where_it_can_write(tmp_path, c
     found = load_weights(folder)
     assert found.keys() == wanted.keys()
     assert all(found[name].equal(wanted[name]) for name in wanted)
+    assert read_timeline(folder).intervals == trained.intervals, "of the training, not of the resumed end"

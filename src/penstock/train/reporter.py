@@ -71,6 +71,7 @@ class Reporter:
         self._figures: dict[int, dict[str, Any]] = {}  # of all ranks, as last read
         self._begun = time.perf_counter()
         self._trained = 0  # batches since this process started
+        self._start = pipeline.batches  # those of the runs before this one
         self._ending = False
         self._loss: float | None = None  # of the last batch
         self._in_flight = pipeline.in_flight  # as it was reported last, also before a run was resumed
@@ -187,7 +188,12 @@ class Reporter:
     # --- when it ends -----------------------------------------------------------------------------------------------
 
     def write_timeline(self) -> None:
-        """Write what this rank has recorded; a full disk costs only that."""
+        """Write what this rank has recorded; a full disk costs only that.
+
+        A run that had ended before it was resumed has trained nothing, and keeps the timeline of its training.
+        """
+        if self._pipeline.batches == self._start > 0:
+            return
         try:
             self._pipeline.write_timeline(self._folder)
         except OSError as error:
