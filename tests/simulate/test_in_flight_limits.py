@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from penstock.simulate import auto_in_flight
 
 from penstock.errors import ScheduleError
 from penstock.schedule.build import ScheduleRequest, prove
 from penstock.schedule.in_flight_choice import InFlightChoice, with_in_flight
 from penstock.schedule.ir.version_rules import RULES
+from penstock.simulate import auto_in_flight
 from penstock.simulate.auto_in_flight import choose_in_flight
 from penstock.simulate.costs import Costs, StageCost
 

@@ -125,7 +125,7 @@ _WORDS_OF_OTHERS: Mapping[str, str] = MappingProxyType(
 def suggested_keys(path: str, schema: type[BaseModel] = TrainConfig, cutoff: float = 0.5) -> list[str]:
     """Return the full paths of the keys that a mistyped one may stand for, at most three (see `nearest_keys`)."""
     known = known_keys(schema)
-    if schema is TrainConfig:
+    if issubclass(schema, TrainConfig):
         known += [key for key, _, _ in (*order_keys(), *correction_keys())]
     meant = _WORDS_OF_OTHERS.get(path.rpartition(".")[2])
     return [meant] if meant in known and path not in known else nearest_keys(path, known, cutoff)
