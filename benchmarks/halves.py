@@ -24,7 +24,7 @@ from benchmarks.machine import command_line, describe_machine
 from benchmarks.predicted.configurations import ALL_MODELS
 from benchmarks.throughput import RESULTS, interval
 from penstock import gpt_blocks, keep_freed_memory
-from penstock.measure.stages.stage_trial import BlockInput, BlockPlace, StageTrial, Training, Trial
+from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Training, Trial
 from penstock.options.all_options import PipelineOptions
 
 STAGES = 4  # of zb-v on two ranks

@@ -32,6 +32,14 @@ from penstock.view.comparison_page import RESULTS as ROWS, SUMMARY, write_findin
 from penstock.view.comparison_progress import TerminalComparison
 
 PUBLISHED = RESULTS / "quality"
+FOLDER = Path(__file__).parents[1] / "examples" / "methods"
+FILES = {
+    "gap-aware": "gap_aware",
+    **dict.fromkeys(("nag-pp", "nag-pp-no-stash"), "nag_pp"),
+    **dict.fromkeys(("spike", "lwp", "spike-lwp"), "pipelined_backprop"),
+    "ftpipe": "ftpipe",
+}
+"""The files of methods that stand in examples; contenders have the names of the methods."""
 SHARED = ("stages=8", "batches=600", "lr_schedule.warm_up=150", "seeds=3", "tune=1")
 EIGHT = ("microbatches=8", "microbatch_size=2")
 MANY = ("microbatches=32", "microbatch_size=1")
@@ -82,7 +90,11 @@ class Campaign:
         own = [] if updates is None else [f"batches={updates}", f"lr_schedule.warm_up={updates // 4}"]
         own += [] if seeds is None else [f"seeds={seeds}"]
         own += ["model.width=16", "held_out=0.2"] if self.images else []
-        return comparison_config([*SHARED, *self.changes, *own, *changes], {"methods": self.methods})
+        names = self.methods.split(",")
+        of_files = {name: {"schedule": f"{FOLDER / FILES[name]}.py:method={name}"} for name in names if name in FILES}
+        rows = ",".join(name for name in names if name not in FILES)
+        changes = (*SHARED, *self.changes, *own, *changes)
+        return comparison_config(changes, {"methods": rows}, values={"contenders": of_files})
 
 
 CAMPAIGNS = {

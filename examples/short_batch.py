@@ -1,9 +1,8 @@
 """A DataLoader whose last batch is short: `python examples/short_batch.py`.
 
 Each batch is split into microbatches that differ by one sample at most, and a mean counts by its samples, so updates
-are those of the whole batch. A batch of fewer samples than microbatches ends the run with an error, of which a warning
-tells at the start, after all batches before it have been trained on and reported; the pipeline goes on from there.
-`drop_last=True` leaves such a batch out.
+are those of the whole batch. A batch of fewer samples than microbatches ends the run with an error, after all
+batches before it have been trained on and reported; the pipeline goes on from there. `drop_last=True` leaves it out.
 """
 
 import torch

@@ -17,8 +17,8 @@ from benchmarks.network.hosts import Link
 from benchmarks.network.team import Team
 from benchmarks.predicted.configurations import ALL_MODELS, Configuration, calibrating
 from penstock import gpt_blocks, keep_freed_memory
-from penstock.measure.machine.links import Ping, fit, sizes_around
 from penstock.measure.model_profile import measure_blocks, profile_of
+from penstock.measure.this_machine import Ping, fit, sizes_around
 from penstock.options.all_options import PipelineOptions
 from penstock.plan.calibration import MeasuredPasses, calibrated, measured_passes
 from penstock.plan.candidates.block_chain import BlockChain

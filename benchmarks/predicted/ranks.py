@@ -14,7 +14,7 @@ from benchmarks.arms import PenstockArm, make_optimizer, mean_loss
 from benchmarks.network.worker import CpuClock, Worker, serve_as
 from benchmarks.predicted.configurations import ALL_MODELS, Configuration, of_row
 from penstock import gpt_blocks
-from penstock.measure.machine.links import ping
+from penstock.measure.this_machine import ping
 from penstock.models.gpt import Layer
 
 _PIECES = 6

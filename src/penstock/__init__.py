@@ -24,16 +24,4 @@ if sys.argv[:1] == ["-m"] and any(a.endswith("penstock") for a in sys.orig_argv)
 import lazy_loader
 
 __version__ = "0.1.0"
-_attribute, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-
-
-def __getattr__(name: str) -> object:
-    """Load a public name when it is first used; say what to write in place of one that other libraries have."""
-    try:
-        return _attribute(name)
-    except AttributeError:
-        from penstock.names_in_other_libraries import instead_of
-
-        if (instead := instead_of(name)) is None:
-            raise
-        raise AttributeError(f"penstock has no {name}: {instead}") from None
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -41,9 +41,12 @@ from .runtime.update.divergence import Trouble as Trouble
 from .runtime.update.run_events import Evaluated as Evaluated, Evaluation as Evaluation
 from .schedule.ir.order import Order as Order
 from .schedule.ir.schedule import Schedule as Schedule, Stage as Stage
+from .schedule.load import load_method as load_method
 from .schedule.machine.shared_machine import SharedCores as SharedCores, SharedLinks as SharedLinks
 from .schedule.methods.choice import MethodChoice as MethodChoice, method as method
+from .schedule.methods.corrections import CorrectionSpec as CorrectionSpec, Option as Option
 from .schedule.methods.data_parallel_sync import Combine as Combine
+from .schedule.methods.method import Method as Method
 from .schedule.proof.proof import Proof as Proof
 from .schedule.text_parser import parse_schedule as parse_schedule
 from .schedule.torch_csv import from_torch_csv as from_torch_csv, to_torch_csv as to_torch_csv
@@ -54,8 +57,9 @@ from .view.perfetto import write_trace as write_trace
 from .view.progress import summary as summary
 from .view.svg import timeline_svg as timeline_svg
 from .view.text import draw_timeline as draw_timeline
-from .weights.corrections.base import Correction as Correction
+from .weights.corrections.base import Correction as Correction, Corrector as Corrector, StagePlace as StagePlace
 from .weights.corrections.registry import correction_of as correction_of
 from .weights.decision import Decision as Decision, LossScale as LossScale
+from .weights.memory.buffers import Buffer as Buffer
 
 __version__: str

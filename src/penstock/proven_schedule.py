@@ -16,7 +16,8 @@ from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.sharding import Sharding
 from penstock.schedule.load import prove_file
-from penstock.schedule.methods.choice import MethodChoice, ProofOfChoice
+from penstock.schedule.methods.choice import MethodChoice, ProofOfChoice, method as own_choice
+from penstock.schedule.methods.method import Method
 from penstock.schedule.methods.method_parsing import written_method
 from penstock.schedule.proof import check as proofs
 from penstock.schedule.proof.proof import Proof
@@ -103,7 +104,7 @@ class ProvenSchedule(ProofOfChoice):
 
 
 def make_schedule(
-    method_or_order: str | MethodChoice | OrderFunction,
+    method_or_order: str | Method | MethodChoice | OrderFunction,
     stages: int,
     microbatches: int,
     *,
@@ -117,9 +118,9 @@ def make_schedule(
     """Build a schedule and prove it.
 
     Args:
-        method_or_order: a method by its name; or what `method` returned; or an order of your own: a function (stages,
-            microbatches) -> for each rank its passes in one batch, as text: ``["F0 F1 B0 B1", "F0 B0 F1 B1"]`` (or an
-            `Order`).
+        method_or_order: a method by its name, or your own; or what `method` returned; or an order of your own: a
+            function (stages, microbatches) -> for each rank its passes in one batch, as text: ``["F0 F1 B0 B1", "F0 B0
+            F1 B1"]`` (or an `Order`).
         stages: d, the number of stages; of a method that places several on a rank, the number of ranks.
         microbatches: m, the microbatches of a batch.
         rule: another version rule than the method's; of an order of your own "flush" if None.
@@ -138,6 +139,8 @@ def make_schedule(
     chosen = None if callable(method_or_order) else method_or_order
     if isinstance(chosen, str):
         chosen = written_method(chosen)
+    if isinstance(chosen, Method):
+        chosen = own_choice(chosen)
     if chosen is not None:
         options = {**chosen.options, **options}
     if options.get("in_flight") in (AUTO, AUTO_DELAYED):

@@ -525,7 +525,7 @@ RUNS: list[tuple[str, Callable[[Path], Any], list[str], str, Callable[[Path], An
      ["--set", "method=vocabulary-1f1b", "--set", "stages=2"]),
     ("parts of a vocabulary", id, ["--set", "method=vocabulary-1f1b"], "go on with a method with a whole output layer",
      id, ["--set", "method=gpipe"]),
-    ("no weights to compare", unfinished, ["predicted"], "finish it with penstock train --resume {run}", id,
+    ("no weights to compare", unfinished, ["check"], "finish it with penstock train --resume {run}", id,
      ["--set", "batches=9"]),
 ]  # fmt: skip
 
@@ -550,14 +550,14 @@ def test_a_run_goes_on_as_the_command_line_says(
     assert ran.returncode == 0, ran.stderr
     run = only_folder(tmp_path / "runs")
     change(run)
-    profile, predicted = tmp_path / "profile.yaml", given == ["predicted"]
-    compare = ["predicted", str(run), "--profile", str(profile)]
-    assert not predicted or command("profile", *map(str, PROFILE), "--out", str(profile)).returncode == 0
-    refused = command(*(at(run.parent) if given == ["around"] else compare if predicted else at(run, *given)))
+    profile, checked = tmp_path / "profile.yaml", given == ["check"]
+    compare = ["profile", str(profile), "--check", str(run)]
+    assert not checked or command("profile", *map(str, PROFILE), "--out", str(profile)).returncode == 0
+    refused = command(*(at(run.parent) if given == ["around"] else compare if checked else at(run, *given)))
     assert refused.returncode == 2
     assert re.search(message.replace("{run}", re.escape(str(run))), " ".join(refused.stderr.split()))
     mend(run)
     anew = [*train, *settings(f"out={tmp_path / 'own'}", "sample_length=0", "model.width=64")]
-    for given in [anew if advised == ["anew"] else at(run, *advised), *([compare] if predicted else [])]:
+    for given in [anew if advised == ["anew"] else at(run, *advised), *([compare] if checked else [])]:
         ended = command(*given)
         assert ended.returncode == 0, ended.stderr

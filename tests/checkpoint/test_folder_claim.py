@@ -75,10 +75,7 @@ def test_whoever_takes_nothing_reads_from_a_run_under_way(monkeypatch, capsys, f
     assert run(monkeypatch, capsys, *PROFILE.split())[0] == 0
     owner = Owner(folder)
     owner.claim()
-    assert (
-        "the profile is of another model"
-        in run(monkeypatch, capsys, "predicted", "run", "--profile", "profile.yaml")[2]
-    )
+    assert "the profile is of another model" in run(monkeypatch, capsys, "profile", "profile.yaml", "--check", "run")[2]
     del owner
 
 

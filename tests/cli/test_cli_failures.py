@@ -61,11 +61,7 @@ def test_without_arguments_it_lists_its_commands(monkeypatch, capsys):
     ("arguments", "said"),
     [
         (["train", "--lr", "1"], "error: there is no option --lr write --set optimizer.lr=..."),
-        (["verify", "--learning-rate", "1"], "error: there is no option --learning-rate write --set optimizer.lr=..."),
-        (["train", "--epochs", "1"], "error: there is no option --epochs write --batches ..."),
         (["train", "--batch-size", "1"], "write --set microbatch_size=..."),
-        (["train", "--gpus", "2"], "error: there is no option --gpus write --stages ..."),
-        (["train", "--zero-stage", "2"], "write --set sharding=..."),
         (["train", "--every", "3"], "write --set checkpoint.every=... or --set evaluate.every=... or --set combine."),
         (["compare", "--spikes", "3"], "there is no option --spikes write --set spike=..."),
         (["train", "--stage", "3"], "there is no option --stage did you mean --stages?"),
@@ -119,7 +115,7 @@ def test_a_mistake_in_a_file_is_told_with_its_name(monkeypatch, capsys, tmp_path
         ("cluster", "--cluster mine.yaml"),
     ):
         (tmp_path / "mine.yaml").write_text(f"format: penstock {kind} 1\nname: a\n")
-        for command in (["train", "--plan"], ["rehearse", "--rank", "0"]):
+        for command in (["train", "--plan"], ["profile", "--rehearse", "0", "--plan"]):
             err = " ".join(run(monkeypatch, capsys, *command, "mine.yaml")[2].split())
             assert err.startswith(f"error: 'mine.yaml' is a {kind}")
             assert said in err

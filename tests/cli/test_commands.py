@@ -16,11 +16,9 @@ from penstock.schedule.proof.check import check
 from penstock.simulate.method_figures import Links, facts_of_methods
 from penstock.view.tables import methods_table
 from support.command_line import run, start
+from support.own_methods import written
 
-FORWARDS = (  # a predicted copy for forwards
-    "pipeoptim", "lwp", "lwp-weights", "spike-lwp", "spike-lwp-weights", "ftpipe", "ftpipe-aggregated"
-)  # fmt: skip
-STASHED = ("stash", "nag-pp", "gap-aware")
+FORWARDS = ("pipeoptim",)  # a predicted copy for forwards
 POST = ("zb-h2-post", "zb-auto-post")  # a version that is decided on, and one that is not
 
 
@@ -52,13 +50,10 @@ def test_methods_as_json(monkeypatch, capsys):
     }
     assert {name for name, held in copies.items() if held == [2, 2, 2, 2]} == {*twice, "spectrain", *FORWARDS}
     assert copies["xpipe"] == [3, 3, 3, 3]  # (secondary): the weights, and a copy for each kind of pass
-    others = {name: held for name, held in copies.items() if held[-1] == 1 and name not in STASHED}
+    others = {name: held for name, held in copies.items() if held[-1] == 1 and name != "stash"}
     assert all(held == [1, 1, 1, 1] for held in others.values())
     assert {name: row["buffers"] for name, row in rows.items() if row["buffers"]} == {
         "pipemare": 1,  # T2's delta
-        "lwp-weights": 1,
-        "spike-lwp-weights": 1,
-        "gap-aware": 2,
         "error-feedback": 1,
         "2bw-ahead": 1,  # the weights themselves
         "3bw-ahead": 1,
@@ -69,10 +64,10 @@ def test_methods_of_one_schedule_share_its_proof(monkeypatch):
     """Those that differ in their correction only; so all of them are listed in half a second."""
     proven = []
     monkeypatch.setattr("penstock.schedule.build.check", lambda schedule: proven.append(schedule) or check(schedule))
-    rows = [METHODS[name] for name in ("spike", "1f1b", "pipemare", "2bw", "gpipe")]
+    rows = [METHODS[name] for name in ("newest", "1f1b", "pipemare", "2bw", "gpipe")]
     found = facts_of_methods(rows, 3, 4)
     assert [facts.name for facts in found] == [row.name for row in rows]
-    assert [schedule.name for schedule in proven] == ["spike", "1f1b", "2bw", "gpipe"]
+    assert [schedule.name for schedule in proven] == ["newest", "1f1b", "2bw", "gpipe"]
     alone = [facts for row in rows for facts in facts_of_methods([row], 3, 4)]
     assert found == alone
     assert found[0].weight_copies == found[2].weight_copies
@@ -96,9 +91,8 @@ def test_methods_shortens_nothing_for_who_reads_on(monkeypatch, capsys):
     _, out, _ = run(monkeypatch, capsys, "methods", columns=80)
     assert max(map(len, out.splitlines())) <= 80
     _, out, _ = run(monkeypatch, capsys, "methods", columns=0)
-    row = next(line.split() for line in out.splitlines() if "spike-lwp-weights" in line)
-    assert row[:5] == ["spike-lwp-weights", "endless-1f1b", "predicted-forward", "spike-lwp-weights", "2"]
-    assert row[5:7] == ["+", "1"]
+    row = next(line.split() for line in out.splitlines() if "spectrain-stash" in line)
+    assert row[:4] == ["spectrain-stash", "endless-1f1b", "predicted-stash", "spectrain-stash"]
     assert "…" not in out
 
 
@@ -173,7 +167,7 @@ def test_simulate_tells_the_bubble_of_a_long_run(monkeypatch, capsys):
     assert "idle / (ranks x makespan), 1 batch, drained at the end" in out
     _, listed, _ = run(monkeypatch, capsys, "methods", *arguments[1:], "--json")
     methods = {row["name"]: row["bubble"] for row in json.loads(listed)}
-    for name in ("gpipe", "pipemare", "wpipe"):
+    for name in ("gpipe", "pipemare", "timeprest"):
         _, out, _ = run(monkeypatch, capsys, "simulate", name, *arguments[1:], "--json")
         assert json.loads(out)["bubble_in_a_long_run"] == pytest.approx(methods[name])
     _, out, _ = run(monkeypatch, capsys, "simulate", "pipemare", *arguments[1:], "--latency", 0.5, "--json")
@@ -299,14 +293,13 @@ def test_every_configuration_key_can_be_listed(monkeypatch, capsys):
         (["train", "--set", "options={chunks:3}"], "options.chunks:3: write a space after the colon, as in chunks: 3"),
         (["train", "--set", "stages=two"], "stages: input should be a valid integer"),
         (
-            ["train", "--set", "method=spike", "--set", "optimizer.name=adam"],
+            ["train", "--file", written("spike"), "--set", "optimizer.name=adam"],
             "spike compensation replaces the momentum of SGD",
         ),
         (["train", "--set", "method=pipemare", "--set", "correction={decya: 0.1}"], "has no option 'decya'"),
         (
             ["train", "--set", "method=2bw", "--set", "correction={reschedule: 500}"],
-            "method '2bw' has no correction, so correction.reschedule does not apply; methods that have it: pipemare, "
-            "nag-pp-no-stash",
+            "method '2bw' has no correction, so correction.reschedule does not apply; methods that have it: pipemare",
         ),
         (
             ["train", "--set", "method=spectrain", "--set", "correction={decya: 0.1}"],

@@ -206,7 +206,7 @@ def test_nothing_is_measured_before_what_is_cheap_was_checked(monkeypatch, capsy
     model = "profile --cluster h100 --layers 2 --hidden 8 --sequence 8 --vocabulary 8 --out known.yaml"
     if "known" in arguments:
         assert run(monkeypatch, capsys, *model.split())[0] == 0
-    monkeypatch.setattr("penstock.measure.machine.this_machine.this_machine", measured)
+    monkeypatch.setattr("penstock.measure.this_machine.this_machine", measured)
     where = [] if "--cluster" in arguments else ["--cluster", "this-machine"]
     code, _, err = run(monkeypatch, capsys, *arguments.split(), *where)
     assert (code, err[:7]) == (2, "error: ")

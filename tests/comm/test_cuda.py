@@ -22,7 +22,6 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.schedule.text_parser import parse_schedule
 from penstock.stage.cuda_graphs.captured_pass import CapturedPass
-from penstock.weights.corrections.registry import correction_of
 from support.cases import (
     OPTIMIZERS,
     Case,
@@ -39,6 +38,7 @@ from support.cases import (
 )
 from support.command_line import Command
 from support.grouped import grouped
+from support.own_methods import correction_of
 from support.pool import Pool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")

@@ -25,9 +25,9 @@ from penstock.simulate.costs import Costs
 from penstock.train.evaluation_of_copies import CopiedVersions
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.train.setup.optimizers import optimizer_factory
-from penstock.verify.reference import train_reference
 from penstock.weights.updates.lr_scheduler_table import by_factor
 from support.comparisons import SGD, compared, curves, data, task_of
+from support.own_methods import train_reference
 from support.schedules import make_schedule
 
 
@@ -35,7 +35,7 @@ from support.schedules import make_schedule
 def found(tmp_path_factory: pytest.TempPathFactory) -> Findings:
     return compared(
         tmp_path_factory.mktemp("comparison") / "out",
-        "methods=1f1b,2bw,stash,zb-h2-post,interleaved:chunks=2,newest,pipemare:reschedule=3,spike,error-feedback",
+        "methods=1f1b,2bw,stash,zb-h2-post,interleaved:chunks=2,newest,pipemare:reschedule=3,error-feedback",
         *SGD,
     )
 
@@ -87,9 +87,7 @@ def test_rows_are_those_of_a_pipeline(tmp_path: Path) -> None:
     assert {(row.delay_forward, row.delay_backward) for row in rows} == {("1 1", "1 1")}
 
 
-@pytest.mark.parametrize(
-    "method", ["stash", "2bw", "1f1b", "newest", "pipemare:reschedule=3", "spike", "error-feedback"]
-)
+@pytest.mark.parametrize("method", ["stash", "2bw", "1f1b", "newest", "pipemare:reschedule=3", "error-feedback"])
 def test_versions_in_the_midst_of_a_run_are_those_of_the_equations(found: Findings, method: str) -> None:
     """Evaluations change nothing: no drain gives stash fresh weights."""
     config, (model, _) = found.config, task_of(found.config)
@@ -106,7 +104,7 @@ def test_versions_in_the_midst_of_a_run_are_those_of_the_equations(found: Findin
         seed=0,
     )
     result = next(result for key, result in found.results.items() if key.method == method)
-    in_place = ":" in method or method in ("spike", "error-feedback")  # which rounds otherwise
+    in_place = ":" in method or method == "error-feedback"  # which rounds otherwise
     assert list(result.losses) == (pytest.approx(reference.losses, rel=1e-6) if in_place else reference.losses)
     assert [score.updates for score in result.scores] == [2, 4, 6]
     for score in result.scores:
@@ -119,7 +117,7 @@ def test_all_begin_alike_and_synchronous_ones_stay_so(found: Findings) -> None:
     curve = curves(found, "updates", "training_loss", "validation_loss")
     assert curve["1f1b"] == curve["zb-h2-post"] == curve["interleaved:chunks=2"]
     assert len({str(curve[method]) for method in ("1f1b", "2bw", "stash")}) == 3
-    assert [prepared.synchronous for prepared in found.contenders] == [True, False, False, True, True, *[False] * 4]
+    assert [prepared.synchronous for prepared in found.contenders] == [True, False, False, True, True, *[False] * 3]
 
 
 def test_a_divided_output_layer_has_the_curve_of_a_whole_one(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from penstock.compare.run import ComparisonRun, grid_of
 from penstock.errors import CapabilityError, ConfigError, DataError, WorkerError
 from penstock.view.comparison_progress import caption
 from support.comparisons import TEXT, TINY, Quiet, compared, configured
+from support.own_methods import written
 
 
 @pytest.mark.slow
@@ -120,10 +121,10 @@ def test_what_is_not_named_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_a_paper_s_other_setting_is_told(tmp_path: Path) -> None:
     """All methods have one optimizer, so a method may not be as its paper has it."""
-    said = "nag-pp: its paper has optimizer.beta1=0.99, here it has 0.9"
-    own = "nag-pp:optimizer.beta1=0.99"
-    nadam = ("optimizer.name=nadam", "optimizer.weight_decay=0.01", "seeds=1", "batches=1")
-    found = compared(tmp_path, f"methods=1f1b,stash,nag-pp,{own}", *nadam)
+    said = "nag_pp.py:method=nag-pp: its paper has optimizer.beta1=0.99, here it has 0.9"
+    nadam = ["methods=1f1b,stash", "optimizer.name=nadam", "optimizer.weight_decay=0.01", "seeds=1", "batches=1"]
+    files = [written("nag-pp"), f"{written('nag-pp')}:optimizer.beta1=0.99"]
+    found = ComparisonRun(comparison_config([*TINY, *nadam], {}, files), tmp_path, Quiet()).run()
     assert found.other_settings() == [said]
     assert f"{said}." in caption(found)
 

@@ -41,11 +41,6 @@ from support.comparisons import TEXT, TINY, Quiet, compared
             "late: unknown configuration key 'delay'; did you mean 'delays",
         ),
         (["method=2bw"], "method is not for comparisons, which take methods"),
-        (
-            ["methods=wpipe:sync=2", "model.layers=4"],
-            "wpipe:sync=2: sync.method: wpipe cannot be followed by 1f1b: they differ in stages",
-        ),
-        (["methods=nag-pp", "optimizer.name=sgd"], "nag-pp: .*NAdam"),
         (["methods=pipemare", "compile=true"], "pipemare: backwards read other weights than their forward"),
         (["methods=2bw,pipedream-2bw"], "2bw is given twice"),
         (["methods=interleaved:chunks=two"], "a name may be followed by options"),

@@ -66,7 +66,7 @@ def test_they_are_trained_and_kept(order: Path, tmp_path: Path) -> None:
     kept = json.loads((out / "comparison.json").read_text())["config"]["contenders"]["mine.py"]
     assert "rank 1: F0^t B0^t" in kept["schedule"]
     order.write_text(ORDER.replace("if late", "if not late"))
-    with pytest.raises(ConfigError, match="has results of another mine.py: it has changed since. Give it another"):
+    with pytest.raises(ConfigError, match="has results of another mine.py: it or its file has changed since. Give"):
         ComparisonRun(configured(files=(order,)), out, Unseen())
     order.write_text(ORDER)
     ComparisonRun(configured(files=(order,)), out, Unseen())

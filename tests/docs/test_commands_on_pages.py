@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,6 +75,9 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("my_order.py", "endless.py", "broken.py", "examples/my_order.py"):
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text((ROOT / "examples" / "my_order.py").read_text())
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "own-methods.md").read_text(), re.DOTALL)
+    Path("slow_start.py").write_text(blocks[3])
+    shutil.copytree(ROOT / "examples" / "methods", "examples/methods")
     Path("plan.yaml").write_text("method: 2bw\n")
 
 
@@ -93,7 +97,7 @@ def test_commands_were_found() -> None:
     """Of the README all, and of the other pages those in blocks, in the text, indented, and behind a launcher."""
     assert sum(page == "README.md" for page, _ in WHOLE) >= 7
     assert {
-        ("own-orders.md", "penstock show --file examples/my_order.py:more=1 --stages 3 --microbatches 4"),
+        ("own-methods.md", "penstock show --file examples/my_order.py:more=1 --stages 3 --microbatches 4"),
         ("start.md", "penstock verify 1f1b"),
         ("asynchronous.md", "penstock train pipemare --stages 8 --microbatches 8"),
         ("launchers.md", "penstock train 2bw --stages 8 --set out=/shared/runs"),
@@ -117,6 +121,6 @@ FILES = [
     for file in ((ROOT / top).rglob("*.*") if top != "." else ROOT.glob("*.*"))
 ]
 _OF_A_USER = {
-    "my_order.py", "endless.py", "broken.py", "my_script.py", "my.txt", "mine.txt", "random.py", "torch.py",
-    "penstock.py",
+    "my_order.py", "endless.py", "broken.py", "slow_start.py", "my_script.py", "my.txt", "mine.txt", "random.py",
+    "torch.py", "penstock.py",
 }  # fmt: skip

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import pytest
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import penstock
@@ -67,3 +70,28 @@ def test_elsewhere_copies_are_those_that_backwards_read(method: str) -> None:
         list(pipeline.run(make_data()))
         states.append({name.replace(".inner", ""): tensor for name, tensor in pipeline.state_dict().items()})
     assert_close_weights(*states)
+
+
+@pytest.mark.parametrize("recompute", ["none", "block"])
+def test_what_a_block_with_torch_func_keeps_is_counted(recompute: Literal["none", "block"]) -> None:
+    """torch.func refuses the hooks that count saved bytes; then they are counted in the graph, to the same number."""
+
+    def peaks(block: Callable[[Tensor], Tensor]) -> list[int]:
+        pipeline = penstock.Pipeline(
+            {"first": nn.Linear(4, 6), "norm": nn.LayerNorm(6), "act": block, "head": nn.Linear(6, 4)},
+            method="1f1b",
+            stages=2,
+            microbatches=2,
+            loss=F.mse_loss,
+            optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+            partition=(3, 1),
+            recompute=recompute,
+        )
+        list(pipeline.run([(torch.randn(8, 4), torch.randn(8, 4))] * 2))
+        return [peak["activations"] for peak in pipeline.peak_bytes().values()]
+
+    def differentiating(x: Tensor) -> Tensor:
+        torch.func.grad(torch.sum)(x.detach())
+        return torch.sin(x).relu()
+
+    assert peaks(differentiating) == peaks(lambda x: torch.sin(x).relu())

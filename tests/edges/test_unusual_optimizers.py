@@ -12,9 +12,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from penstock.errors import CapabilityError, ConfigError
 from penstock.weights.memory import gradient_scratch
-from penstock.weights.optim import kept_weights
-from penstock.weights.optim.basis_rotation import BasisRotation
-from penstock.weights.optim.muon import Muon
 from support.plain_training import (
     PlainTraining,
     assert_close_weights,
@@ -186,56 +183,7 @@ def test_an_optimizer_that_keeps_no_gradient_gets_no_copies() -> None:
     assert set(map(frozenset, found[2:])) == set(map(frozenset, found[-2:]))
 
 
-# --- kept weights -----------------------------------------------------------------------------------------------------
-
-
-class Pulling(torch.optim.Optimizer):
-    """Pulls weights to what it has kept of them."""
-
-    def __init__(self, parameters: Any, way: str) -> None:
-        super().__init__(parameters, {"lr": 0.1})
-        self.way, self.old = way, dict[int, Tensor]()
-        own = [p for group in self.param_groups for p in group["params"]]
-        if way == "attribute":
-            self.old = {i: p.data for i, p in enumerate(own)}
-        elif way == "copies":
-            self.old = {i: p.detach().clone() for i, p in enumerate(own)}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step, and pull."""
-        for i, p in enumerate(p for group in self.param_groups for p in group["params"]):
-            if self.way == "state":
-                self.state[p].setdefault("old", p.data.view(-1))
-            old = self.old[i] if self.old else self.state[p]["old"].view_as(p)
-            p.sub_(0.1 * p.grad + 0.01 * old)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.Muon, Muon, BasisRotation])
-def test_optimizers_of_torch_and_of_penstock_are_not_searched_for_views(kind: Any, monkeypatch: Any) -> None:
-    """They keep none, and the search would take time in every update."""
-    weights = nn.Parameter(torch.eye(2))
-    searched = list[Any]()
-    monkeypatch.setattr(kept_weights, "_tensors", lambda optimizer, *_: searched.append(optimizer) or ())
-    for optimizer in (kind([weights]), foreign := Pulling([weights], "copies")):
-        kept = kept_weights.KeptWeights(optimizer, [weights])
-        kept.check([torch.eye(2)])
-    assert searched == [foreign]
-
-
-@pytest.mark.parametrize("way", ["attribute", "state", "copies"])
-@pytest.mark.parametrize("method", ["1f1b", "2bw", "stash"])
-def test_views_of_weights_that_an_optimizer_keeps_show_the_newest(way: str, method: str) -> None:
-    """Or the optimizer is refused by name, where those are elsewhere after an update."""
-
-    if method == "1f1b" or (way == "copies" and method == "2bw"):
-        compare(lambda p: Pulling(p, way), method)
-    elif way == "copies":
-        assert len(list(pipeline_of_model(make_model(), lambda p: Pulling(p, way), method).run(make_data()))) == 4
-    else:
-        place = r"old\[0\]" if way == "attribute" else r"state\[\.\.\.\]\['old'\]"
-        with pytest.raises(CapabilityError, match=f"Pulling keeps a view of the weights in {place}, but"):
-            list(pipeline_of_model(make_model(), lambda p: Pulling(p, way), method).run(make_data()))
+# --- what a stage cannot keep ---
 
 
 @pytest.mark.parametrize("when", ["between runs", "in the loop"])

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.errors import InterruptedRunError
 from penstock.launch.signals import LauncherSignals
-from penstock.measure.machine.local_processes import in_processes
+from penstock.measure.local_processes import in_processes
 
 
 @pytest.fixture(autouse=True)

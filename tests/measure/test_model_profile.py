@@ -9,12 +9,11 @@ import yaml
 from torch import nn
 
 from penstock.errors import ConfigError, DataError
-from penstock.measure.block_figures import BlockFigures, PassFigures
 from penstock.measure.configured import _said_of_links
 from penstock.measure.distinct_blocks import kind_of
-from penstock.measure.machine.links import SIZES, Ping, fit, ping, sizes_around
-from penstock.measure.model_profile import MeasuredBlock, measure_blocks, profile_of
-from penstock.measure.stages.stage_trial import BlockInput, BlockPlace, StageTrial, Training
+from penstock.measure.model_profile import BlockFigures, MeasuredBlock, PassFigures, measure_blocks, profile_of
+from penstock.measure.stage_trial import BlockInput, BlockPlace, StageTrial, Training
+from penstock.measure.this_machine import SIZES, Ping, fit, ping, sizes_around
 from penstock.models.gpt import gpt_blocks, language_loss
 from penstock.models.gpt_shape import GPTConfig
 from penstock.options.all_options import PipelineOptions
@@ -200,7 +199,7 @@ def test_a_measured_profile_is_read_again():
 
 def test_what_an_update_takes_whatever_it_updates_counts_once_for_a_stage(monkeypatch):
     """Here 0.25 s, and 0.5 s for each block; the one in the middle has no parameters."""
-    monkeypatch.setattr(StageTrial, "update", lambda trial, *_: 0.25 + 0.5 * len(trial._runtime.module.blocks))
+    monkeypatch.setattr(StageTrial, "update", lambda trial, *_: 0.25 + 0.5 * len(trial.stage.module.blocks))
     found = measured([Multiplied(1), Multiplied(1), nn.Tanh(), Multiplied(1)])
     assert [block.update_shared for block in found] == [None, 0.25, None, None]
     profile = profile_of("model", found)
@@ -298,14 +297,22 @@ def test_measured_planned_and_trained(command, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--from", "piper"], "give its FILE"),
+        (["--from", "piper"], "--from goes with reading a profile, not with measuring"),
         (["--microbatch-sizes", "2,1"], "must be positive and ascend"),
         (["--microbatch-sizes", "2,x"], "--microbatch-sizes takes whole numbers"),
         (["--set", "device=cuda:99"], "device is 'cuda:99', but torch sees"),
         (["--set", "model.preset=tine"], "unknown model preset 'tine'"),
         (["--data", "nothing-there"], "there is no file or folder 'nothing-there'"),
-        (["some.yaml", "--microbatch-sizes", "1"], "--microbatch-sizes is of measuring"),
-        (["--out", "/nowhere/p.yaml", "--seconds", "0", "--no-links", "--data", "TEXT"], "cannot write the profile"),
+        (["plan.yaml", "--rehearse", "0"], "not with --rehearse; a plan goes behind --plan"),
+        (["--check", "run"], "--check compares runs with a profile; give its FILE"),
+        (
+            ["some.yaml", "--microbatch-sizes", "1"],
+            "--microbatch-sizes goes with measuring or formulas (--cluster), not with reading a profile",
+        ),
+        (
+            ["--out", "/nowhere/p.yaml", "--seconds", "0", "--no-links", "--data", "TEXT"],
+            "cannot write '/nowhere/p.yaml'",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_said(command, tmp_path, arguments, said):

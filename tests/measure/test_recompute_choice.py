@@ -11,8 +11,7 @@ import yaml
 
 import penstock
 from penstock.errors import ConfigError
-from penstock.measure.recompute_choice import _groups, _ways, choose_recompute
-from penstock.measure.recompute_for_config import chosen_recompute
+from penstock.measure.recompute_choice import _groups, _ways, choose_for, choose_recompute
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.methods.data_parallel_sync import Combine
@@ -211,10 +210,10 @@ SMALL = [*TINY, "stages=2", "microbatches=6", "model.context=64", f"data={Path(_
 def test_a_configuration_keeps_what_was_chosen(tied, tmp_path):
     """The run folder says what was chosen, so a run that goes on from there chooses nothing."""
     changes = [*SMALL, f"model.tied={str(tied).lower()}", f"out={tmp_path}", "recompute=auto"]
-    large = prepare(load_config(None, [*changes, "memory_limit=1e12"]), choose=chosen_recompute)
+    large = prepare(load_config(None, [*changes, "memory_limit=1e12"]), choose=choose_for)
     assert large.config.recompute == ["none", "none"]
     peak = float(re.search(r"\(([\d.]+) MiB on the fullest rank", large.recompute)[1])
-    tight = prepare(load_config(None, [*changes, f"memory_limit={2**20 * (peak - 0.1)}"]), choose=chosen_recompute)
+    tight = prepare(load_config(None, [*changes, f"memory_limit={2**20 * (peak - 0.1)}"]), choose=choose_for)
     assert tight.config.recompute == ["stage", "none"]
     assert "on the fullest rank" in tight.recompute
     assert tight.plan.schedule.recomputed == {0}
@@ -239,7 +238,7 @@ def test_a_configuration_keeps_what_was_chosen(tied, tmp_path):
 )
 def test_wrong_limits_are_refused(changes, said):
     with pytest.raises(ConfigError, match=said):
-        prepare(load_config(None, [*SMALL, *changes]), choose=chosen_recompute)
+        prepare(load_config(None, [*SMALL, *changes]), choose=choose_for)
 
 
 def test_words_of_a_choice():

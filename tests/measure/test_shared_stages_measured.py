@@ -9,19 +9,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from penstock.comm.core.tensor_group import TensorGroup
 from penstock.errors import CapabilityError, ConfigError
 from penstock.measure.model_profile import measure_blocks, profile_of
 from penstock.measure.recompute_choice import choose_recompute
 from penstock.measure.single_rank_rehearsal import _rehearse_parts
-from penstock.measure.stages.stage_bytes import _Joined, measure_stages
-from penstock.measure.stages.stage_trial import Training
+from penstock.measure.stage_bytes import measure_stages
+from penstock.measure.stage_trial import Training
 from penstock.models.gpt import gpt_blocks, language_loss
 from penstock.options.all_options import PipelineOptions
 from penstock.options.parallelism import Partition
-from penstock.partition.tensor_parallel import divide_blocks
 from penstock.runtime.from_checked_plan import pipeline_of
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
@@ -182,23 +180,6 @@ def test_one_process_refuses_to_measure_what_others_share() -> None:
     run = {"method": "1f1b", "stages": 2, "microbatches": 2, "loss": language_loss, "optimizer": torch.optim.AdamW}
     with pytest.raises(CapabilityError, match="recompute=auto is not offered with tensor_parallel=2 yet"):
         choose_recompute(blocks, sample, 1e9, options=SHARED, **run)
-
-
-def divide_joined(group: dist.ProcessGroup) -> list[bool]:
-    """Whether blocks that are recomputed as a whole have the parts that they have one by one."""
-    mesh, blocks = TensorGroup.around(group).mesh, {n: b.make() for n, b in Shared().blocks().items()}
-    assert mesh is not None
-    joined = _Joined([{n: b.make() for n, b in Shared().blocks().items()}[name] for name in blocks])
-    divide_blocks(blocks, mesh)
-    divide_blocks({"all": joined}, mesh)
-    pairs = zip(nn.ModuleList(blocks.values()).parameters(), joined.parameters(), strict=True)
-    return [torch.equal(one, other) for one, other in pairs]
-
-
-@pytest.mark.long
-@pytest.mark.processes
-def test_joined_blocks_are_divided_as_they_are_one_by_one(pool: Pool) -> None:
-    assert all(equal for equals in pool.submit(divide_joined, ranks=2) for equal in equals)
 
 
 def config_of(tmp_path: Path, *changes: str) -> Any:

@@ -1,4 +1,4 @@
-"""`penstock rehearse`: a rank alone holds what it holds among all others, to the byte, and runs all its passes."""
+"""`penstock profile --rehearse`: a rank alone holds what it holds among others, to the byte, and runs its passes."""
 
 import copy
 import json
@@ -106,7 +106,8 @@ def test_the_command_says_whether_a_rank_fits(command, text, tmp_path):
     plan |= {"method": "2bw", "stages": 2, "width": 2, "balance": [2, 4], "data": text}
     plan["model"] = {"layers": 4, "width": 16, "heads": 2, "context": 8}
     (tmp_path / "plan.yaml").write_text(json.dumps(plan))
-    run = command("rehearse", str(tmp_path / "plan.yaml"), "--rank", "1", "--memory", "1GiB", "--batches", "1")
+    given = "profile", "--rehearse", "1", "--plan", str(tmp_path / "plan.yaml"), "--batches", "1"
+    run = command(*given, "--memory", "1GiB")
     assert (run.returncode, run.stderr) == (0, "")
     assert "Rank 1 of 2, 2bw: layers.1 .. head (4)" in run.stdout
     assert "It fits into 1GiB." in run.stdout
@@ -115,7 +116,7 @@ def test_the_command_says_whether_a_rank_fits(command, text, tmp_path):
     assert "s by the fastest of each kind (1 thread): at most" in said
     one, both = re.search(r"at most (\S+) samples per second in a pipeline, (\S+) in 2 pipelines\.", said).groups()
     assert float(both) == pytest.approx(2 * float(one), rel=1e-3)
-    run = command("rehearse", str(tmp_path / "plan.yaml"), "--rank", "1", "--memory", "1kB", "--json", "--batches", "1")
+    run = command(*given, "--memory", "1kB", "--json")
     found = json.loads(run.stdout)
     assert run.returncode == 1
     assert found["fits"] is False

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.cli.plans.plan_devices import cluster_named
-from penstock.measure.machine import this_machine
+from penstock.measure import this_machine
 from penstock.plan.profile.schema import ProfiledLink
 
 

@@ -18,6 +18,7 @@ from penstock.errors import PenstockError
 from penstock.partition.replay import comparison
 from support.model_kinds import EXACT, REFUSED, SAMPLES, WIDTH, BorrowedWeight, Kind, Layers, MultipliesByNumber
 from support.pool import Pool
+from support.state_kinds import KEPT, NOT_KEPT, held
 
 MICROBATCHES = 2
 
@@ -45,8 +46,13 @@ def loss(output: Any, target: Tensor) -> Any:
 
 def train_plainly(kind: Kind, weights: dict[str, Tensor] | None = None) -> tuple[list[float], dict[str, Tensor]]:
     """Train over the same microbatches."""
-    model, losses = make(kind), []
+    model = make(kind)
     model.load_state_dict(weights or model.state_dict())
+    return losses_of(kind, model), model.state_dict()
+
+
+def losses_of(kind: Kind, model: nn.Module) -> list[float]:
+    losses = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for inputs, targets in batches(kind):
         optimizer.zero_grad()
@@ -60,7 +66,7 @@ def train_plainly(kind: Kind, weights: dict[str, Tensor] | None = None) -> tuple
         (total / weight).backward()
         optimizer.step()
         losses.append(float(total.detach() / weight))
-    return losses, model.state_dict()
+    return losses
 
 
 def pipeline_of(kind: Kind, stages: int, method: str = "1f1b", **options: Any) -> Pipeline:
@@ -91,6 +97,39 @@ def test_a_model_that_stages_cannot_run_alike_is_refused(kind: str) -> None:
     made, said = REFUSED[kind]
     with pytest.raises(PenstockError, match=said):
         list(pipeline_of(made, 5).run(batches(made)))
+
+
+@pytest.mark.parametrize(
+    ("way", "stages", "options"),
+    [
+        pytest.param(way, stages, options, marks=[] if number % 3 == place else pytest.mark.long)
+        for number, way in enumerate(KEPT)
+        for place, (stages, options) in enumerate([(2, {}), (3, {}), (3, {"recompute": "stage"})])
+    ],
+)
+def test_what_code_between_layers_keeps_is_as_in_plain_torch(way: str, stages: int, options: Any) -> None:
+    """Losses, weights, buffers, and all that the model then holds, in one process."""
+    kind = KEPT[way]
+    plain = make(kind)
+    wanted = losses_of(kind, plain)
+    pipeline = pipeline_of(kind, stages, **options)
+    model = pipeline._given[0]
+    assert [report.loss for report in pipeline.run(batches(kind))] == pytest.approx(wanted, rel=1e-12)
+    found, left = {**pipeline.full_state_dict(), **held(model)}, {**plain.state_dict(), **held(plain)}
+    assert found.keys() == left.keys()
+    for name, value in left.items():
+        if isinstance(value, Tensor):
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, check_dtype=False, msg=name)
+        else:
+            assert found[name] == (value if value is None else pytest.approx(value, rel=1e-12)), name
+    assert all(torch.equal(model.state_dict()[name], pipeline.full_state_dict()[name]) for name in plain.state_dict())
+
+
+@pytest.mark.parametrize("way", NOT_KEPT)
+def test_what_code_between_layers_cannot_keep_is_refused_by_name(way: str) -> None:
+    made, said = NOT_KEPT[way]
+    with pytest.raises(PenstockError, match=said):
+        list(pipeline_of(made, 3).run(batches(made)))
 
 
 class Chance(Layers):

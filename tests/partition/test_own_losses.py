@@ -104,6 +104,10 @@ class Measuring(nn.Module):
             mean = mean + 0.1 * output.mean(0).square().sum()
         elif self.kind == "a root":
             mean = mean.sqrt()
+        elif self.kind == "a product with samples":
+            mean = mean * len(x)
+        elif self.kind == "a product with targets":
+            mean = mean * (y >= 0).sum()
         elif self.kind == "a product":
             mean = mean * output.mean()
         if self.kind == "alone":
@@ -111,14 +115,15 @@ class Measuring(nn.Module):
         return {"loss": mean, "output": output}
 
 
-def measured(kind: str) -> tuple[penstock.Pipeline, tuple[Any, None], nn.Module]:
+def measured(
+    kind: str, loss: Any = lambda output, _: output["loss"], microbatches: int = 4
+) -> tuple[penstock.Pipeline, tuple[Any, None], nn.Module]:
     torch.manual_seed(0)
     model = Measuring(kind).double()
     y = torch.tensor([-100, -100, 1, -100, 2, 3, 4, 0])
     inputs = torch.randn(8, 3).double(), y
     pipeline = penstock.Pipeline(
-        copy.deepcopy(model), "1f1b", stages=2, microbatches=4, loss=lambda output, _: output["loss"], example=inputs,
-        optimizer=sgd,
+        copy.deepcopy(model), "1f1b", stages=2, microbatches=microbatches, loss=loss, example=inputs, optimizer=sgd,
     )  # fmt: skip
     return pipeline, (inputs, None), model
 
@@ -145,14 +150,26 @@ def test_a_models_own_mean_is_weighted_by_what_its_losses_count(kind: str) -> No
         ("a sum", "otherwise"),
         ("by hand", "otherwise"),
         ("two numbers", "different"),
-        ("a root", "function of a mean"),
-        ("a product", "function of a mean"),
+        ("a root", "sqrt is applied to a sum or mean"),
+        ("a product", "mul is applied to a sum or mean"),
+        ("a product with samples", "mul is applied to a sum or mean"),
+        ("a product with targets", "mul is applied to a sum or mean"),
     ],
 )
 def test_a_models_own_number_that_has_no_weight_is_refused(kind: str, said: str) -> None:
     pipeline, batch, _ = measured(kind)
     with pytest.raises(ConfigError, match=said):
         list(pipeline.run([batch]))
+
+
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+@pytest.mark.parametrize("kind", ["alone", "one"])
+@pytest.mark.parametrize("targets", [torch.arange(8), [*"abcdefgh"]], ids=["tensor", "texts"])
+def test_a_models_own_mean_times_a_number_of_samples_is_refused(kind: str, microbatches: int, targets: Any) -> None:
+    """Over the whole batch it would be another number."""
+    pipeline, (inputs, _), _ = measured(kind, lambda output, ids: output["loss"] * len(ids), microbatches=microbatches)
+    with pytest.raises(ConfigError, match="two samples"):
+        list(pipeline.run([(inputs, targets)]))
 
 
 def test_a_model_without_labels_is_told_that_it_computes_no_loss() -> None:

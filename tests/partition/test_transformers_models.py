@@ -41,7 +41,6 @@ class Kind(NamedTuple):
         loss: of the pipeline.
         sizes: of the configuration.
         without: what it does not take of the sizes of others.
-        stages: into how many it can be cut: hooks of the library collect the routers' results of all layers.
     """
 
     model: str
@@ -50,7 +49,6 @@ class Kind(NamedTuple):
     loss: Callable[..., Any] = own
     sizes: dict[str, Any] = {}  # noqa: RUF012
     without: tuple[str, ...] = ()
-    stages: int = 4
 
 
 FLOAT32 = 1e-6  # in which the library computes some norms and softmaxes, and the losses of causal models
@@ -79,8 +77,8 @@ KINDS = {
     "Phi-3": Kind("Phi3ForCausalLM", ROWS),
     "OLMo 2": Kind("Olmo2ForCausalLM", ROWS),
     "Cohere": Kind("CohereForCausalLM", ROWS),
-    "Mixtral": Kind("MixtralForCausalLM", ROWS, None, sizes=ROUTERS, stages=2),
-    "Qwen 3 with experts": Kind("Qwen3MoeForCausalLM", ROWS, None, sizes=ROUTERS, stages=2),
+    "Mixtral": Kind("MixtralForCausalLM", ROWS, None, sizes=ROUTERS),
+    "Qwen 3 with experts": Kind("Qwen3MoeForCausalLM", ROWS, None, sizes=ROUTERS),
     "GPT-OSS": Kind("GptOssForCausalLM", ROWS),
     "DeepSeek-V3": Kind("DeepseekV3ForCausalLM", ROWS),
     "BERT": Kind("BertForMaskedLM", UNPACKED, sizes=TIED),
@@ -210,7 +208,7 @@ def check_close(found: Any, wanted: nn.Module, within: float) -> None:
 
 COMBINATIONS = list(itertools.product((4, 3, 2, 1), ("gpipe", "1f1b", "zb-h1", "2bw", "2bw-ahead")))
 CASES = [
-    (kind, KINDS[kind].data[number % len(KINDS[kind].data)], method, min(stages, KINDS[kind].stages))
+    (kind, KINDS[kind].data[number % len(KINDS[kind].data)], method, stages)
     for number, (kind, (stages, method)) in enumerate(
         zip(itertools.cycle(KINDS), COMBINATIONS + COMBINATIONS[::-1], strict=False)
     )

@@ -116,11 +116,11 @@ def test_what_analytic_profiles_lack(command):
     ("more", "said"),
     [
         (["--microbatch-sizes", "0,2"], "--microbatch-sizes must be a whole number of at least 1, got 0"),
-        (["--data", "my.txt"], "--data is of measuring; leave it out, or --cluster"),
-        (["--seconds", "1"], "--seconds is of measuring"),
-        (["--set", "precision=bf16"], "--set is of measuring"),
-        (["some.yaml"], "FILE is of a profile that is read; leave it out, or --cluster"),
-        (["--from", "piper"], "--from is of a profile that is read"),
+        (["--data", "my.txt"], "--data goes with measuring or --rehearse, not with formulas (--cluster); leave it out"),
+        (["--seconds", "1"], "--seconds goes with measuring, not"),
+        (["--set", "precision=bf16"], "--set goes with measuring or --rehearse, not"),
+        (["some.yaml"], "FILE goes with reading a profile or --check, not with formulas"),
+        (["--from", "piper"], "--from goes with reading a profile, not"),
     ],
 )
 def test_what_formulas_have_no_use_for(command, more, said):
@@ -148,4 +148,4 @@ def test_the_calibration_of_one_model_goes_into_the_profile_of_another(command, 
     assert read_profile(out).calibration == found
     refused = command(*made, "--calibration", of_none)
     assert refused.returncode == 2
-    assert "has no calibration to take; penstock predicted RUN RUN --profile" in refused.stderr
+    assert f"has no calibration to take; penstock profile {of_none} --check RUN --check RUN" in refused.stderr

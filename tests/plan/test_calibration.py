@@ -24,6 +24,7 @@ from penstock.timeline import Interval, Timeline
 
 PLAIN = RunSettings("1f1b", 2, 1, 4, 1, (False, False), (2, 1))
 HALVED = replace(PLAIN, method="zb-h1")
+SLICED = replace(PLAIN, method="seq1f1b")
 MACHINE = Calibration(forward=1.5, backward=1.25, step=2.0, between=0.25, runs=["a"])
 
 
@@ -108,10 +109,10 @@ def test_ranks_that_share_cores_and_only_wait_for_links_do_not_calibrate():
         calibrated(profile, {"a": (CROWDED, crowded(3.0))})
 
 
-@pytest.mark.parametrize("settings", [PLAIN, HALVED], ids=lambda settings: settings.method)
+@pytest.mark.parametrize("settings", [PLAIN, HALVED, SLICED], ids=lambda settings: settings.method)
 def test_predictions_are_those_of_the_slower_machine(settings):
-    """A profile of layers that take as long, where what lies between passes is a part of every pass."""
-    slower = profile_with()
+    """A profile of layers that take as long, where what lies between passes is a part of every pass of a slice."""
+    slower, between = profile_with(), 0.25 * (2 if settings is SLICED else 1)
     for layer in slower.layers:
         layer.forward *= 1.5
         layer.backward_input *= 1.25
@@ -119,10 +120,10 @@ def test_predictions_are_those_of_the_slower_machine(settings):
         layer.backward *= 1.25
         layer.step *= 2
     for first in (slower.layers[0], slower.layers[2]):  # of each stage
-        first.forward += 0.25
-        first.backward_input += 0.25
-        first.backward_weight += 0.25
-        first.backward += 0.25
+        first.forward += between
+        first.backward_input += between
+        first.backward_weight += between
+        first.backward += between
     assert predicted_batch(profile_with(MACHINE), settings) == pytest.approx(predicted_batch(slower, settings))
 
 
@@ -237,14 +238,22 @@ def test_the_command_calibrates_with_several_runs(command, tmp_path):
         values = {"method": "1f1b", "stages": 2, "microbatches": 4, "microbatch_size": 2, "balance": [2, 1]}
         (runs[-1] / "config.yaml").write_text(yaml.safe_dump(values))
     (tmp_path / "profile.yaml").write_text(profile_text(profile_with()))
-    given = ["predicted", *map(str, runs), "--profile", str(tmp_path / "profile.yaml")]
-    answer = command(*given, "--calibrated", str(tmp_path / "better.yaml"))
+    given = ["profile", str(tmp_path / "profile.yaml"), *(part for run in runs for part in ("--check", str(run)))]
+    answer = command(*given, "--fit", "machine", "--out", str(tmp_path / "better.yaml"))
     assert (answer.returncode, answer.stderr) == (0, "")
     assert all(f"\nrun {number}\n" in answer.stdout for number in range(2))
     better = read_profile(tmp_path / "better.yaml")
     assert better.calibration.runs == ["run 0", "run 1"]
     assert 0 < better.calibration.forward < 0.1  # seconds of a layer are 1, 2 and 3 in the profile
     assert len(json.loads(command(*given, "--json").stdout)["runs"]) == 2
-    refused = command(*given, "--out", str(tmp_path / "other.yaml"))
-    assert refused.returncode == 2
-    assert "--out takes the times of layers from one run; give one, or --calibrated FILE" in refused.stderr
+    other = "--out", str(tmp_path / "other.yaml")
+    for more, said in (
+        (other, "--fit layers or --fit machine says which profile --out FILE is: give both"),
+        (("--fit", "machine"), "--fit layers or --fit machine says which profile --out FILE is: give both"),
+        (("--fit", "layers", *other), "takes the times of layers from one run; give one, or --fit machine"),
+        (("--fit", "stages", *other), "--fit takes layers or machine, got 'stages'"),
+        (("--seconds", "1"), "--seconds goes with measuring, not with --check; leave it out"),
+    ):
+        refused = command(*given, *more)
+        assert refused.returncode == 2
+        assert said in " ".join(refused.stderr.split())

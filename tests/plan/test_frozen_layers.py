@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock.cli.plans.predicted import _check_same_model
+from penstock.cli.plans.profiled_runs import _check_same_model
 from penstock.errors import ConfigError
 from penstock.measure.model_profile import measure_blocks, profile_of
 from penstock.options.all_options import PipelineOptions

@@ -10,7 +10,7 @@ import yaml
 from torch import nn
 
 import penstock
-from penstock.cli.plans.predicted import settings_of_run
+from penstock.cli.plans.profiled_runs import settings_of_run
 from penstock.cli.train import against_plan
 from penstock.errors import ConfigError
 from penstock.models.gpt import Head, gpt_blocks, language_loss
@@ -325,8 +325,8 @@ def test_the_command_compares_a_run(command, tmp_path):
     values = {"method": "1f1b", "stages": 2, "microbatches": 4, "microbatch_size": 2, "balance": [2, 1]}
     (run / "config.yaml").write_text(yaml.safe_dump(values))
     (tmp_path / "profile.yaml").write_text(profile_text(small_profile()))
-    given = ["predicted", str(run), "--profile", str(tmp_path / "profile.yaml")]
-    answer = command(*given, "--out", str(tmp_path / "better.yaml"))
+    given = ["profile", str(tmp_path / "profile.yaml"), "--check", str(run)]
+    answer = command(*given, "--fit", "layers", "--out", str(tmp_path / "better.yaml"))
     assert (answer.returncode, answer.stderr) == (0, "")
     assert "A batch: predicted" in answer.stdout
     assert re.search(r"stage +work +predicted s +measured s +error", answer.stdout)
@@ -403,7 +403,7 @@ def gpt_run(tmp_path):
     names = ["embedding", "layers.0", "layers.1", "layers.2", "head"]
     layers = [ProfiledLayer(name=name, forward=1.0 * 2**n, backward=1.0) for n, name in enumerate(names)]
     (tmp_path / "profile.yaml").write_text(profile_text(Profile(format="penstock profile 1", layers=layers)))
-    return pipeline, tmp_path / "run", ["predicted", str(tmp_path / "run"), "--profile", str(tmp_path / "profile.yaml")]
+    return pipeline, tmp_path / "run", ["profile", str(tmp_path / "profile.yaml"), "--check", str(tmp_path / "run")]
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_the_profile_of_another_model_is_refused(command, tmp_path, model, said)
     _, _, given = gpt_run(tmp_path)
     profile = read_profile(tmp_path / "profile.yaml").model_copy(update={"settings": {"model": model}})
     (tmp_path / "profile.yaml").write_text(profile_text(profile))
-    answer = command(*given, "--calibrated", str(tmp_path / "better.yaml"))
+    answer = command(*given, "--fit", "machine", "--out", str(tmp_path / "better.yaml"))
     assert answer.returncode == 2
     assert said in " ".join(answer.stderr.split())
     assert not (tmp_path / "better.yaml").exists()

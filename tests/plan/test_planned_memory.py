@@ -21,6 +21,7 @@ from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.simulated.candidate_trial import CandidateTrial
 from penstock.plan.simulated.chosen_plan import train_settings
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
+from penstock.plan.stages.planned import Search
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.pipeline_stats import TOTAL_ON_DEVICE
 from penstock.schedule.ir.op_table import Op
@@ -205,7 +206,7 @@ def test_planned_memory_of_frozen_blocks_is_that_of_the_ledger(where, precision,
 def test_loss_scales_and_parallel_pipelines_decide(monkeypatch):
     """Whether or not gradients are clipped; the planner hears of fp16 from the settings of the profile."""
     asked = []
-    monkeypatch.setattr(planning, "simulated_plans", lambda *_, decides, **__: asked.append(decides) or ([], []))
+    monkeypatch.setattr(planning, "simulated_plans", lambda *_, decides, **__: asked.append(decides) or Search(None))
     text = "format: penstock profile 1\nlayers: [{name: a, forward: 1, backward: 1}]\nsettings: "
     for settings in ("{max_grad_norm: null}", "{max_grad_norm: null, precision: fp16}", "{precision: bf16}"):
         planning.make_plan(planning.PlanRequest(parse_profile(text + settings, "p"), DEVICES, cost="simulated"))

@@ -208,7 +208,7 @@ def test_plans_on_servers_are_the_best_of_all_orders(method: str, cases: int) ->
         near, far = random.choice([(0.0, 0.0), (0.1, 0.5), (0.0, 2.0), (0.25, 0.25)])
         inner, outer = DeviceLevel(levels[0], 40.0, near), DeviceLevel(levels[1], random.choice([2.0, 8.0]), far)
         devices = Devices((inner, outer), collectives=random.choice(["ring", "hierarchical"]))
-        plans, _ = simulated_plans({1: Sized(graph, 1, 12)}, devices, methods=(method,))
+        plans = simulated_plans({1: Sized(graph, 1, 12)}, devices, methods=(method,)).plans
         assert plans[0].rating.seconds == pytest.approx(best_of_all(graph, method, devices, 12))
         orders.add(plans[0].settings.get("rank_order", ""))
     assert orders == {"", *RANK_ORDERS} or cases < 100
@@ -238,7 +238,7 @@ def test_the_faster_order_is_in_the_plan(known: Profile, order: str, other: str,
 
 def test_what_makes_no_difference_is_not_said() -> None:
     for devices in (Devices((DeviceLevel(4, 1.0),)), Devices((DeviceLevel(4, 1.0), DeviceLevel(2, 1.0)))):
-        plans, _ = simulated_plans({1: Sized(layer_graph(HEAVY_SUMS), 1, 16)}, devices, methods=("1f1b",))
+        plans = simulated_plans({1: Sized(layer_graph(HEAVY_SUMS), 1, 16)}, devices, methods=("1f1b",)).plans
         assert "rank_order" not in plans[0].settings
 
 

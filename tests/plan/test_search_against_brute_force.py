@@ -171,7 +171,8 @@ def faults_of_list(skipped, every):
 def faults(case):
     """What is wrong with the plans of a search, in words; nothing if they are as they should be."""
     sizes = {size: Sized(graph, size, case.samples // size) for size, graph in case.graphs.items()}
-    plans, skipped = simulated_plans(sizes, case.devices, case.optimizer_copies, case.decides, case.methods)
+    found = simulated_plans(sizes, case.devices, case.optimizer_copies, case.decides, case.methods)
+    plans, skipped = found.plans, found.skipped
     every, said = rated_plans(case, skipped), []
     for plan in plans:
         rated = every.get(settings_of(plan))

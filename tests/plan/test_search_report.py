@@ -15,7 +15,6 @@ from penstock.plan.profile.files import parse_profile
 from penstock.plan.profile.layer_graph import layer_graph
 from penstock.plan.profile.schema import Profile, ProfiledLayer
 from penstock.plan.simulated.plan_search import simulated_plans
-from penstock.plan.simulated.search_report import NEAREST
 from penstock.plan.stages.device_hierarchy import DeviceLevel, Devices
 
 TWO = Devices((DeviceLevel(2, 1e4),))
@@ -36,11 +35,6 @@ def planned(graph, memory, methods, **more):
     return simulated_plans({1: Sized(graph, 1, 8)}, replace(TWO, memory=memory, **more), methods=methods)
 
 
-def said_of(skipped):
-    (found,) = [each.bound for each in skipped if each.what == NEAREST]
-    return found
-
-
 def memory_of(said):
     return size_of("--memory", re.search(r"fits with (.+?) for each device", said)[1])
 
@@ -49,37 +43,37 @@ def memory_of(said):
 @pytest.mark.parametrize("seed", range(4))
 def test_with_the_memory_that_is_named_a_plan_fits_and_with_less_none(seed, methods):
     graph = blocks(seed)
-    plans, skipped = planned(graph, 20.0, methods)
-    assert plans == []
-    enough = memory_of(said_of(skipped))
+    found = planned(graph, 20.0, methods)
+    assert not found.plans
+    enough = memory_of(found.why)
     assert enough > 20.0
-    assert planned(graph, enough, methods)[0]
-    fewer, still = planned(graph, enough - 2.0, methods)
-    assert fewer == []
-    assert memory_of(said_of(still)) == enough
+    assert planned(graph, enough, methods).plans
+    fewer = planned(graph, enough - 2.0, methods)
+    assert not fewer.plans
+    assert memory_of(fewer.why) == enough
 
 
 def test_nothing_is_said_where_a_plan_fits():
-    plans, skipped = planned(blocks(0), 1e9, ("gpipe", "1f1b"))
-    assert plans
-    assert NEAREST not in {each.what for each in skipped}
+    found = planned(blocks(0), 1e9, ("gpipe", "1f1b"))
+    assert found.plans
+    assert not found.why
 
 
 def test_states_of_the_optimizer_would_go_to_the_host():
     graph = blocks(0)
     layers = tuple(replace(layer, optimizer=1e6) for layer in graph.layers)
     graph = replace(graph, layers=layers)
-    said = said_of(planned(graph, 20.0, ("1f1b",))[1])
+    said = planned(graph, 20.0, ("1f1b",)).why
     assert "are optimizer, so moving them to the host (--host-bandwidth) may help" in said
-    with_host = said_of(planned(graph, 20.0, ("1f1b",), host=1e9)[1])
+    with_host = planned(graph, 20.0, ("1f1b",), host=1e9).why
     assert "so more devices (--devices) may help" in with_host
 
 
 def test_a_host_without_room_is_no_help():
     """States that have no room there either stay on the devices, or no cuts are known at all."""
     graph = blocks(0)
-    without = said_of(planned(graph, 20.0, ("1f1b",))[1])
-    assert said_of(planned(graph, 20.0, ("1f1b",), host=1e9, host_memory=1.0)[1]).split(";")[0] == without.split(";")[0]
+    without = planned(graph, 20.0, ("1f1b",)).why
+    assert planned(graph, 20.0, ("1f1b",), host=1e9, host_memory=1.0).why.split(";")[0] == without.split(";")[0]
 
 
 def test_smaller_microbatches_may_help_where_activations_take_the_most():
@@ -87,7 +81,7 @@ def test_smaller_microbatches_may_help_where_activations_take_the_most():
     layers = tuple(replace(layer, stored=1e6) for layer in graph.layers)
     sizes = {2: Sized(replace(graph, layers=layers), 2, 8)}
     devices = replace(TWO, memory=20.0)
-    said = said_of(simulated_plans(sizes, devices, methods=["gpipe"])[1])
+    said = simulated_plans(sizes, devices, methods=["gpipe"]).why
     assert "so a profile of smaller microbatches (--microbatch-sizes) may help" in said
 
 
@@ -166,26 +160,26 @@ def test_memory_limits_where_it_excludes_a_faster_plan(room, excludes):
     (plan,) = planning.plans
     said = planning_json(planning)["plans"][0]["limit"]
     if not excludes:
-        assert plan.excluded is None
+        assert planning.excluded is None
         assert "memory_excludes" not in said
         return
-    assert plan.excluded is not None
-    assert plan.excluded.what == "2bw, depth 1, width 1"
-    assert plan.excluded.seconds == pytest.approx(6.0)
-    assert plan.excluded.gain == pytest.approx(plan.seconds_per_sample / 6.0)
-    assert said["memory_excludes"] == vars(plan.excluded)
+    assert planning.excluded is not None
+    assert planning.excluded.what == "2bw, depth 1, width 1"
+    assert planning.excluded.seconds == pytest.approx(6.0)
+    assert planning.excluded.gain == pytest.approx(plan.seconds_per_sample / 6.0)
+    assert said["memory_excludes"] == vars(planning.excluded)
 
 
 def test_memory_limits_a_plan_that_recomputes():
     """The only candidate itself is faster with room for its activations."""
     profile = tower(1)
-    loose = planning_of(Devices((DeviceLevel(1, 1.0),), 1e6), "1f1b", profile).plans[0]
+    loose = planning_of(Devices((DeviceLevel(1, 1.0),), 1e6), "1f1b", profile)
     heavy = profile.model_copy(update={"layers": [profile.layers[0].model_copy(update={"stored": 40.0, "data": 1.0})]})
     limit = planning_of(Devices((DeviceLevel(1, 1.0),)), "gpipe", heavy).plans[0].rating.stages[0].memory - 1
-    plan = planning_of(Devices((DeviceLevel(1, 1.0),), limit), "gpipe", heavy).plans[0]
-    assert plan.settings["recompute"] == "block"
-    assert plan.excluded is not None
-    assert plan.excluded.seconds == pytest.approx(3.0)
+    tight = planning_of(Devices((DeviceLevel(1, 1.0),), limit), "gpipe", heavy)
+    assert tight.plans[0].settings["recompute"] == "block"
+    assert tight.excluded is not None
+    assert tight.excluded.seconds == pytest.approx(3.0)
     assert loose.excluded is None
 
 

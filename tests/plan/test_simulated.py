@@ -78,7 +78,8 @@ def assert_best_of_all(graph, methods, devices, m=4):
     """Plans of some methods, each alone: the best of each; returns how many fit."""
     fits = 0
     for method in methods:
-        plans, skipped = simulated_plans({1: Sized(graph, 1, m)}, devices, methods=(method,))
+        found = simulated_plans({1: Sized(graph, 1, m)}, devices, methods=(method,))
+        plans, skipped = found.plans, found.skipped
         best = best_of_all(graph, method, devices, m, skipped)
         assert (not plans) == (best is None), method
         if plans:
@@ -110,7 +111,7 @@ def test_fully_sharded_plans_are_the_best_of_all(limit):
 def test_plans_with_optimizer_states_on_the_host_are_the_best_of_all(method, limit):
     graph, devices = chain(Random(4), 4, 10**7), replace(limited(limit, 1e9), host=HOST)
     assert assert_best_of_all(graph, (method,), devices) == 1
-    (plan,), _ = simulated_plans({1: Sized(graph, 1, 4)}, devices, methods=(method,))
+    (plan,) = simulated_plans({1: Sized(graph, 1, 4)}, devices, methods=(method,)).plans
     assert plan.settings["offload_optimizer"] == "pieces"
     assert assert_best_of_all(graph, (method,), limited(limit, 1e9)) == 0
 
@@ -129,8 +130,9 @@ def test_plans_with_activations_on_the_host_are_the_best_of_all(limit, host, off
 def test_plans_have_activations_on_the_host_where_that_is_faster(limit, host, offloads):
     """With copies that ranks wait for, but not with such as leave too much on the device."""
     graph, devices = chain(Random(4), 4, moves=True), replace(limited(limit, count=4), host=host)
-    (plan,), skipped = simulated_plans({1: Sized(graph, 1, 12)}, devices, methods=("gpipe",))
-    (other,), _ = simulated_plans({1: Sized(graph, 1, 12)}, replace(devices, host=None), methods=("gpipe",))
+    found = simulated_plans({1: Sized(graph, 1, 12)}, devices, methods=("gpipe",))
+    (plan,), skipped = found.plans, found.skipped
+    (other,) = simulated_plans({1: Sized(graph, 1, 12)}, replace(devices, host=None), methods=("gpipe",)).plans
     assert ("offload" in plan.settings) == (plan.seconds_per_sample < other.seconds_per_sample) == offloads
     assert max(stage.memory for stage in plan.rating.stages) <= limit
     assert any("wait for them" in each.bound for each in skipped) or offloads
@@ -149,10 +151,11 @@ def test_simulated_plans_of_all_methods_are_the_best_of_all(seed):
 def test_other_methods_are_listed_where_they_are_faster():
     """Of all that flush the best plan is that of all methods, tried one by one; it is proven."""
     graph, devices = chain(Random(1), 5), limited(bandwidth=30.0)
-    plans, skipped = simulated_plans({1: Sized(graph, 1, 4)}, devices)
+    found = simulated_plans({1: Sized(graph, 1, 4)}, devices)
+    plans, skipped = found.plans, found.skipped
     seconds = [float(f"{p.seconds_per_sample:.9g}") for p in plans]
     assert seconds == sorted(seconds)
-    alone = [simulated_plans({1: Sized(graph, 1, 4)}, devices, methods=(name,))[0] for name in METHODS]
+    alone = [simulated_plans({1: Sized(graph, 1, 4)}, devices, methods=(name,)).plans for name in METHODS]
     flushing = [found[0].seconds_per_sample for found in alone if found and PLANNED[found[0].planner].flushes]
     assert min(p.seconds_per_sample for p in plans if PLANNED[p.planner].flushes) == pytest.approx(min(flushing))
     assert any(each.what.startswith("zb-v") and "at least" in each.bound for each in skipped)
@@ -164,7 +167,7 @@ def test_other_methods_are_listed_where_they_are_faster():
 def test_plans_of_ranks_that_share_cores_are_the_best_of_all():
     """Two ranks have one and a half cores; parallel pipelines are in step, so each has its part of them."""
     graph, devices = chain(Random(1), 3), Devices((DeviceLevel(2, 1e4),), cores=1.5)
-    plans, _ = simulated_plans({1: Sized(graph, 1, 4)}, devices)
+    plans = simulated_plans({1: Sized(graph, 1, 4)}, devices).plans
     for method in ("1f1b", "gpipe", "2bw"):
         found = next(p for p in plans if p.settings["method"] == method).seconds_per_sample
         slowed, alone = (
@@ -488,7 +491,8 @@ def test_a_huge_batch_is_planned_without_playing_it(monkeypatch):
     made, lowered = [], schedule_cache._lowered
     monkeypatch.setattr(schedule_cache, "_lowered", lambda of, near: made.append(of.microbatches) or lowered(of, near))
     graph = chain(Random(0), 4)
-    plans, skipped = simulated_plans({1: Sized(graph, 1, 1 << 18)}, limited(count=2), methods=("1f1b", "gpipe"))
+    found = simulated_plans({1: Sized(graph, 1, 1 << 18)}, limited(count=2), methods=("1f1b", "gpipe"))
+    plans, skipped = found.plans, found.skipped
     assert max(made) < 100
     assert plans[0].planner == "1f1b"
     assert plans[0].settings["microbatches"] * plans[0].settings["width"] == 1 << 18
@@ -499,9 +503,9 @@ def test_of_plans_that_take_as_long_the_one_that_recomputes_nothing_is_chosen():
     """Forwards take no time here: one stage in two pipelines recomputes, two stages need not; nothing flushes."""
     text = HEAD + BLOCK.format(0, 0, 2, 0, 10, 0) + BLOCK.format(1, 0, 2, 0, 30, 0)
     sized = {1: Sized(layer_graph(parse_profile(text, "free")), 1, 8)}
-    plans, _ = simulated_plans(sized, limited(35.0, count=2), methods=("2bw",))
+    plans = simulated_plans(sized, limited(35.0, count=2), methods=("2bw",)).plans
     assert (plans[0].settings["stages"], plans[0].settings["recompute"]) == (2, "none")
-    plans, _ = simulated_plans(sized, limited(35.0, count=2), methods=("2bw", "1f1b"))
+    plans = simulated_plans(sized, limited(35.0, count=2), methods=("2bw", "1f1b")).plans
     assert plans[0].planner == "2bw"  # that of 1f1b takes as long, and recomputes
     assert plans[1].seconds_per_sample == plans[0].seconds_per_sample
     assert plans[1].settings["recompute"] != "none"
@@ -522,7 +526,8 @@ def test_a_search_simulates_few_of_its_candidates(monkeypatch):
     )
     text = HEAD + "".join(BLOCK.format(n, 1, 2, 6, 30, 10) for n in range(12))
     graph, devices = layer_graph(parse_profile(text, "equal")), Devices((DeviceLevel(8, 100.0),), 450.0)
-    plans, skipped = simulated_plans({1: Sized(graph, 1, 16)}, devices, methods=USUAL)
+    found = simulated_plans({1: Sized(graph, 1, 16)}, devices, methods=USUAL)
+    plans, skipped = found.plans, found.skipped
     assert [plan.planner for plan in plans[:2]] == ["2bw", "2bw-eager"]
     assert len(made) < 15 < 80 < len(skipped)  # some as they may be as fast and recompute less, one without a limit
 
@@ -563,8 +568,9 @@ def test_a_wide_window_is_found_at_the_first_guess(name, m, monkeypatch):
 
 def test_what_does_not_fit_is_skipped_with_its_size():
     graph = chain(Random(1), 4)
-    plans, skipped = simulated_plans({1: Sized(graph, 1, 4)}, Devices((DeviceLevel(3, 1e4),), 20.0))
-    assert plans == []
+    found = simulated_plans({1: Sized(graph, 1, 4)}, Devices((DeviceLevel(3, 1e4),), 20.0))
+    plans, skipped = found.plans, found.skipped
+    assert not plans
     assert skipped
     assert all("does not fit" in each.bound for each in skipped if "depth" in each.what)
 
@@ -572,12 +578,12 @@ def test_what_does_not_fit_is_skipped_with_its_size():
 def test_what_a_search_does_not_know_is_said():
     """Whatever is asked for: what it never tries, and what it would try with more options."""
     graph = chain(Random(1), 4)
-    _, skipped = simulated_plans({1: Sized(graph, 1, 4)}, limited())
+    skipped = simulated_plans({1: Sized(graph, 1, 4)}, limited()).skipped
     said = {each.what: each.bound for each in skipped}
     assert "does not know them" in said["other methods and options"]
     assert "--memory" in said["layered:chunks=4"]
     assert not any("optimizer states" in what for what in said)
-    _, skipped = simulated_plans({1: Sized(graph, 1, 4)}, limited(500.0))
+    skipped = simulated_plans({1: Sized(graph, 1, 4)}, limited(500.0)).skipped
     said = {each.what: each.bound for each in skipped}
     assert "--host-bandwidth" in said["optimizer states or activations on the host"]
     assert "layered:chunks=4" not in said
@@ -587,7 +593,7 @@ def test_updates_are_no_bubble():
     """One device is never idle: what is not passes are updates, shared by the four microbatches of a batch."""
     text = "format: penstock profile 1\nlayers:\n- {name: a, forward: 1, backward: 2, step: 2}\n"
     graph = layer_graph(parse_profile(text, "one"))
-    plans, _ = simulated_plans({1: Sized(graph, 1, 4)}, Devices((DeviceLevel(1, 1e9),)))
+    plans = simulated_plans({1: Sized(graph, 1, 4)}, Devices((DeviceLevel(1, 1e9),))).plans
     (stage,) = plans[0].rating.stages
     assert stage.parts == {"compute": 3.0, "updates": 0.5, "bubble": 0.0}
     assert plans[0].rating.seconds == 3.5

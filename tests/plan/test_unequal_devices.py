@@ -116,7 +116,7 @@ CASES = {
 def check_all(seed, devices, methods, blocks_):
     graph, fits = random_blocks(Random(seed), blocks_), 0
     for name in methods:
-        plans, _ = simulated_plans({1: Sized(graph, 1, 4)}, devices, methods=(name,))
+        plans = simulated_plans({1: Sized(graph, 1, 4)}, devices, methods=(name,)).plans
         best = best_of(graph, PLANNED[name], devices, 4)
         assert bool(plans) == (best < math.inf), (name, best)
         if plans:
@@ -158,7 +158,7 @@ def test_plans_of_ranks_with_several_stages_on_unequal_devices_are_the_best_of_a
 
 
 def best_plan(graph, devices, method="2bw", m=8):
-    (plan,), _ = simulated_plans({1: Sized(graph, 1, m)}, devices, methods=(method,))
+    (plan,) = simulated_plans({1: Sized(graph, 1, m)}, devices, methods=(method,)).plans
     return plan
 
 
@@ -215,14 +215,16 @@ def test_of_many_orders_of_devices_those_with_equal_ones_side_by_side_are_tried(
 def test_devices_of_one_kind_are_as_without():
     """To the last bit, as of seconds, cuts and what was skipped; a speed of 0.5 doubles the times."""
     graph, methods = random_blocks(Random(5), 5), ("1f1b", "2bw", "zb-v")
-    plain, skipped = simulated_plans({1: Sized(graph, 1, 4)}, Devices((DeviceLevel(3, 5.0),), 200.0), methods=methods)
+    found = simulated_plans({1: Sized(graph, 1, 4)}, Devices((DeviceLevel(3, 5.0),), 200.0), methods=methods)
+    plain, skipped = found.plans, found.skipped
     kind = DeviceKind("A", 3, 1.0, 200.0)
     of_a_kind = Devices((DeviceLevel(3, 5.0),), 200.0, kinds=(kind,))
-    same, left = simulated_plans({1: Sized(graph, 1, 4)}, of_a_kind, methods=methods)
+    found = simulated_plans({1: Sized(graph, 1, 4)}, of_a_kind, methods=methods)
+    same, left = found.plans, found.skipped
     assert [plan.rating for plan in same] == [plan.rating for plan in plain]
     assert len(left) == len(skipped) + 1
     slow = replace(of_a_kind, levels=(DeviceLevel(3, 2.5),), kinds=(replace(kind, speed=0.5),))
-    late, _ = simulated_plans({1: Sized(graph, 1, 4)}, slow, methods=methods)
+    late = simulated_plans({1: Sized(graph, 1, 4)}, slow, methods=methods).plans
     assert [plan.seconds_per_sample for plan in late] == pytest.approx([2 * plan.seconds_per_sample for plan in plain])
 
 

@@ -160,9 +160,9 @@ def test_a_group_says_how_many_stages(pool: Pool, width: int) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, r"Pipeline takes a method, such as Pipeline\(blocks, method='1f1b'"),
+        ({}, "missing 1 required positional argument: 'method'"),
         ({"method": None}, "method must be a name, .*, not None"),
-        ({"schedule": penstock.make_schedule("2bw", 2, 4)}, "no argument 'schedule'. Did you mean 'method'"),
+        ({"schedule": penstock.make_schedule("2bw", 2, 4)}, "unexpected keyword argument 'schedule'"),
         ({"method": "2bw", "stages": 2}, "Give microbatches="),
         ({"method": "2bw", "microbatches": 4}, "Give stages="),
         ({"method": "2wb", "stages": 2, "microbatches": 4}, "unknown method '2wb'. Did you mean '2bw'"),
@@ -187,16 +187,15 @@ def test_what_is_missing_or_twice_there_is_said(options: dict[str, Any], said: s
         make_pipeline(**options)
 
 
-@pytest.mark.parametrize("method", ["pipemare", "nag-pp-no-stash"])
+@pytest.mark.parametrize("method", ["pipemare"])
 def test_an_option_that_a_method_needs_is_written_as_the_message_says(method: str) -> None:
     with pytest.raises(ConfigError, match=rf"{method}: over how many updates") as refused:
         make_pipeline(method=method, stages=2, microbatches=4)
     written = re.findall(r"method=('[^']+'|penstock\.method\([^)]*\))", str(refused.value))
     assert written == [f"'{method}:reschedule=500'", f"penstock.method('{method}', reschedule=500)"]
-    optimizer = {} if method == "pipemare" else {"optimizer": lambda named: torch.optim.NAdam(named, lr=0.1)}
     for code in written:
-        pipeline = make_pipeline(method=eval(code), stages=2, microbatches=4, **optimizer)
-        assert pipeline._plan.options.staleness.correction_name == method
+        pipeline = make_pipeline(method=eval(code), stages=2, microbatches=4)
+        assert pipeline._plan.options.staleness.spec.name == method
 
 
 def test_an_option_that_a_method_does_not_have() -> None:

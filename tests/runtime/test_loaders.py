@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, IterableDataset
 
 from penstock import Checkpoints, Pipeline, make_schedule
 from penstock.errors import DataError
@@ -63,10 +62,8 @@ def test_batches_before_one_that_is_too_short_are_trained_on(method: str) -> Non
     pipeline, wanted = make_pipeline(method), make_pipeline(method)
     reports = []
     said = r"batch 3 has 3 samples, too few for 4 microbatches; .*drop_last=True"
-    with pytest.warns(UserWarning, match="will have 3 samples, too few for 4 microbatches, .* after the 3 before it"):
-        run = pipeline.run(make_loader(27, 8))
     with pytest.raises(DataError, match=said):  # noqa: PT012
-        for report in run:
+        for report in pipeline.run(make_loader(27, 8)):
             reports.append(report.batch)
     list(wanted.run(list(make_loader(24, 8))))
     assert reports == [0, 1, 2]
@@ -76,27 +73,6 @@ def test_batches_before_one_that_is_too_short_are_trained_on(method: str) -> Non
         list(each.run(make_loader(16, 8)))
     assert_equal(weights_of(pipeline), weights_of(wanted))
     assert pipeline.batches == 5
-
-
-class _Endless(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter([(torch.ones(3), torch.ones(2))] * 27)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: make_loader(28, 8),
-        lambda: make_loader(32, 8),
-        lambda: DataLoader(make_loader(27, 8).dataset, batch_size=8, drop_last=True),
-        lambda: DataLoader(make_loader(27, 8).dataset, batch_size=8, collate_fn=lambda samples: samples),
-        lambda: DataLoader(_Endless(), batch_size=8),
-        lambda: list(make_loader(27, 8)),
-    ],
-    ids=["enough", "whole", "dropped", "collated", "endless", "list"],
-)
-def test_no_warning_where_no_last_batch_is_known_to_be_too_short(make: Callable[[], Any]) -> None:
-    make_pipeline().run(make()).close()
 
 
 def test_what_a_loss_raises_has_the_shapes_that_it_was_given() -> None:

@@ -15,7 +15,6 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.setup import rank_state, stage_builder
 from penstock.schedule.ir.schedule import Op
-from penstock.weights.corrections.registry import correction_of
 from penstock.weights.memory import gradient_scratch
 from support.cases import (
     Case,
@@ -32,6 +31,7 @@ from support.cases import (
     train,
 )  # fmt: skip
 from support.late_copies import LateCopies
+from support.own_methods import correction_of
 from support.pool import Pool
 from support.sharded import Parts, assert_as_whole, train_sharded
 from support.snapshots import Kept

@@ -27,13 +27,12 @@ from penstock.runtime.plan.schedule_from_arguments import request_of
 from penstock.schedule import add_options, build
 from penstock.schedule.build import ScheduleRequest, prove
 from penstock.schedule.methods.choice import method
-from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.schedule.methods.table import METHODS
 from penstock.weights.corrections.pipemare import PipeMare
-from penstock.weights.corrections.registry import correction_of
 from support.cases import Case, make_pipeline
 from support.offered_methods import OFFERED
+from support.own_methods import correction_of
 from support.schedules import make_schedule
 
 CHECKS = (
@@ -136,13 +135,6 @@ def test_a_plan_is_followed_by_another_one_that_is_not_checked_again(counted: Co
             "goes with version rule newest",
         ),
         ("seq1f1b", 2, {"recompute": "block"}, ConfigError, "does not go with slices of sequences"),
-        (
-            "wpipe",
-            2,
-            {"max_grad_norm": 1.0},
-            ConfigError,
-            "wait for a decision of all stages, which max_grad_norm needs",
-        ),
         ("2bw", 6, {"recompute": "stage", "segments": 7}, ConfigError, "from 1 to 6 here"),
         (
             "i-timeprest",
@@ -252,12 +244,10 @@ def test_options_change_by_name() -> None:
 @pytest.mark.parametrize("method", OFFERED)
 def test_a_request_gives_the_plan_of_its_proof(method: str) -> None:
     """Also where the proof finds that more messages must be outstanding than the order asks for."""
-    row = METHODS[method]
-    given = {"reschedule": 5} if "reschedule" in CORRECTIONS[row.correction].options else {}
+    given = {"reschedule": 5} if "reschedule" in METHODS[method].spec.options else {}
     correction = correction_of(method, **given)
-    options, request = PipelineOptions().changed(correction=correction), ScheduleRequest(method, 4, 8)
-    if method != "wpipe":  # whose stages cannot decide together
-        options = options.changed(max_grad_norm=1.0, width=2)
+    options = PipelineOptions().changed(correction=correction, max_grad_norm=1.0, width=2)
+    request = ScheduleRequest(method, 4, 8)
     blocks = unmade(request.schedule.num_stages)
     draft = UnprovenPlan.of(blocks, request, options)
     plan = draft.prove()

@@ -7,6 +7,7 @@ from penstock.errors import CapabilityError, ConfigError
 from penstock.options.passes import Recompute
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.add_options import extend
+from penstock.schedule.methods.table import METHODS
 from penstock.verify.derived_delays import order_of
 from support.predicted_memory import SAMPLES, WIDTH, Run, blocks_for, optimizer_for, peaks_of_a_run, squared
 from support.schedules import make_schedule
@@ -87,4 +88,4 @@ def test_segments_go_with_one_word_for_all():
 
 def test_the_reference_refuses_a_mixture_where_it_changes_what_is_read():
     with pytest.raises(CapabilityError, match="recomputes all stages alike"):
-        order_of("1f1b", make_schedule("pipemare", 2, 2), ("none", "stage"))
+        order_of(METHODS["1f1b"], make_schedule("pipemare", 2, 2), ("none", "stage"))

@@ -30,8 +30,8 @@ from penstock.runtime.setup.shared_plan import shared_plan
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.data_parallel_sync import Combine
-from penstock.weights.corrections.registry import correction_of
 from penstock.weights.decision import LossScale
+from support.own_methods import correction_of
 from support.pool import Pool
 from support.schedules import make_schedule
 
@@ -161,7 +161,7 @@ DIFFERENT: dict[str, tuple[Given, Given, str, str]] = {
     "correction": (
         {**ORDERED, "staleness": correction_of("gap-aware")},
         ORDERED,
-        "correction=GapAware()",
+        "correction=OwnCorrection(spec=gap-aware, options={'average': 0.999, 'eps': 1e-08})",
         "correction=None",
     ),
     "reduce": (parallel(), parallel(reduce="fast"), "reduce='ordered'", "reduce='fast'"),

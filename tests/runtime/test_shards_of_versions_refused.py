@@ -10,9 +10,9 @@ import pytest
 from penstock.errors import CapabilityError, ConfigError, VersionError
 from penstock.runtime.ops.batch_ops import GatherAction, ReleaseAction
 from penstock.runtime.update.gathers_and_reduce_scatters import Gathers
-from penstock.weights.corrections.registry import correction_of
 from support.cases import Case, make_batches, make_pipeline
 from support.layered_cases import TWO, layered
+from support.own_methods import correction_of
 
 
 class Planted:

@@ -13,7 +13,7 @@ from torch import nn
 from penstock.errors import CapabilityError, CheckpointError, ConfigError, PenstockError
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.setup import rank_state
-from penstock.verify.reference import Scaling, train_reference
+from penstock.verify.reference import Scaling
 from support.cases import (
     OPTIMIZERS,
     Case,
@@ -33,6 +33,7 @@ from support.cases import (
     train,
 )
 from support.late_copies import LateCopies
+from support.own_methods import train_reference
 from support.pool import Pool
 from support.rest_of_a_run import rest_of
 from support.snapshots import Kept

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torch.nn import functional as F
 
 import penstock
 from penstock.errors import ConfigError, DataError
-from penstock.runtime.attribute_hints import ADVICE, HABITS
 
 X = torch.linspace(-1, 1, 24).reshape(4, 6)
 Y = X[:, :3].tanh()
@@ -114,41 +112,44 @@ def test_lines_for_the_state_of_the_unsplit_model() -> None:
     assert all(torch.equal(found, torch.ones_like(found)) for found in pipeline.full_state_dict().values())
 
 
-def names_for_hints(tmp_path: Any) -> dict[str, Any]:
-    loader = [(X, Y)] * 3
-    return {
-        "penstock": penstock, "torch": torch, "itertools": itertools, "loader": loader, "validation_loader": loader,
-        "folder": str(tmp_path), "pipeline": make_pipeline(), "group": None, "blocks": [nn.Linear(6, 3)],
-    }  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"save": 100}, r"save must be a Saving, such as checkpoints.every\(100\).*got 100"),
+        ({"save": penstock.Saving(0, print)}, "save: every must be a whole number"),
+        ({"evaluate": [(X, Y)] * 3}, r"evaluate must be penstock.Evaluating\(every=50, data=loader\)"),
+        (
+            {"evaluate": penstock.Evaluating(2, iter([(X, Y)] * 3))},
+            "data is a list_iterator, which the first evaluation",
+        ),
+        ({"evaluate": penstock.Evaluating(0, [(X, Y)] * 3)}, "evaluate: every must be a whole number"),
+    ],
+)
+def test_plans_are_checked_when_run_is_called(options: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_pipeline().run([(X, Y)] * 3, **options)
 
 
-HINTS = [
-    "for report in pipeline.run(loader): ...",
-    "for epoch in range(2): [None for report in pipeline.run(loader)]",
-    "itertools.islice(loader, 100)",
-    "penstock.Evaluating(50, validation_loader)",
-    "checkpoints = penstock.Checkpoints(pipeline, folder)",
-    "penstock.Checkpoints(pipeline, folder)",
-    "pipeline.evaluate(loader)",
-    "pipeline.full_state_dict()",
-    "pipeline.state_dict()",
-    "pipeline.optimizers()",
-    "print(penstock.summary(pipeline))",
-    "penstock.check(pipeline.schedule).draw()",
-    "penstock.draw_timeline(pipeline.timeline())",
-    "lambda named: torch.optim.AdamW(named, lr=1e-3)",
-    "penstock.Microbatches(8, in_flight='auto')",
-    "penstock.Group(group, timeout=60.0)",
-]
+@pytest.mark.parametrize("saved", ["runs/mine", Path("runs/mine"), {"0.weight": torch.zeros(4, 3)}], ids=str)
+def test_what_is_no_saved_state(saved: Any) -> None:
+    with pytest.raises(ConfigError, match=r"to load a checkpoint: penstock.Checkpoints\(pipeline, folder\).load\(\)"):
+        make_pipeline().load(saved)
 
 
-def test_what_hints_say_to_write_runs(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each stands in a hint, but for the epochs, which are two loops there; and no hint calls anything else."""
-    said = " ".join([*HABITS.values(), *ADVICE.values()])
-    for code in HINTS:
-        assert "for epoch" in code or code in said, code
-        exec(code, names_for_hints(tmp_path))
-    for name in set(re.findall(r"\bpenstock\.([A-Za-z_]+)", said)):
-        assert hasattr(penstock, name), name
-    for name in set(re.findall(r"\bpipeline\.([a-z_]+)", said)):
-        assert hasattr(names_for_hints(tmp_path)["pipeline"], name), name
+def test_arguments_in_another_order(tmp_path: Path) -> None:
+    pipeline = make_pipeline()
+    with pytest.raises(ConfigError, match=r"the number of batches comes first: penstock.Evaluating\(50, loader\)"):
+        pipeline.run([(X, Y)], evaluate=penstock.Evaluating([(X, Y)], 50))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"the pipeline comes first: penstock.Checkpoints\(pipeline, '.*mine'\)"):
+        penstock.Checkpoints(tmp_path / "mine", pipeline)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="Checkpoints takes the pipeline, not a Linear"):
+        penstock.Checkpoints(nn.Linear(1, 1), tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="takes 3 positional arguments but 5 were given"):
+        penstock.Pipeline([nn.Linear(6, 3)], "1f1b", 2, 2)  # type: ignore[call-overload]
+
+
+def test_batches_of_1f1b_first_are_no_option_of_a_method() -> None:
+    with pytest.raises(ConfigError, match=r"sync is for comparisons .* --set sync.batches=10; .*pipeline.switch"):
+        penstock.Pipeline(
+            [nn.Linear(6, 3)], "2bw:sync=10", stages=1, microbatches=2, loss=F.mse_loss, optimizer=torch.optim.SGD
+        )

@@ -18,7 +18,6 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.update.run_events import Evaluated
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.verify.reference import run
-from penstock.weights.corrections.registry import correction_of
 from penstock.weights.memory.buffers import Buffer
 from support import cases
 from support.cases import (
@@ -32,6 +31,7 @@ from support.cases import (
     together,
     token_loss,
 )
+from support.own_methods import correction_of
 from support.phases import RESTLESS, Phases, case_of, expected_of, run_on, schedule, train_phases
 from support.pool import Pool
 from support.snapshots import Kept

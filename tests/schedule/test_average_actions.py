@@ -17,8 +17,7 @@ from penstock.schedule.proof.check import check
 from penstock.schedule.text_parser import parse_schedule
 from support.schedules import make_schedule
 
-OFFERED = [name for name, row in METHODS.items() if combine_fault("average", row.rule, row.correction) is None]
-OFFERED.remove("wpipe")  # its updates cannot wait for decisions
+OFFERED = [name for name, row in METHODS.items() if combine_fault("average", row.rule, row.spec.name) is None]
 OFFERED = [name for name in OFFERED if not METHODS[name].needs_sharded_state]  # which needs the same weights everywhere
 
 

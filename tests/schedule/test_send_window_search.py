@@ -11,7 +11,6 @@ from hypothesis import given, settings, strategies as st
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.add_options import extend
-from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import WINDOW, Schedule
 from penstock.schedule.load import prove_file
 from penstock.schedule.lowering.lower import lower
@@ -27,6 +26,7 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from support.event_oracle import start_times
 from support.examples import examples
+from support.own_methods import prove
 from support.schedules import make_schedule
 
 Case = tuple[str, int, int, tuple[tuple[str, int], ...]]

@@ -7,15 +7,15 @@ from fractions import Fraction
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.schedule.build import call_order, prove
+from penstock.schedule.build import call_order
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Action, Op
 from penstock.schedule.lowering.lower import lower
 from penstock.schedule.lowering.send_window_search import unlimited
-from penstock.schedule.orders import ORDERS
 from penstock.simulate.costs import Costs
 from penstock.simulate.long_run import steady_bubble
 from penstock.simulate.simulate import simulate_schedule
+from support.own_methods import own, prove
 from support.schedules import make_schedule
 
 GRID = [(p, m) for p in (1, 2, 3, 4, 6) for m in (1, 2, 3, 4, 7)]
@@ -45,7 +45,7 @@ BY_HAND = {
 def test_the_order_by_hand(p: int, m: int) -> None:
     found = [
         " / ".join(" ".join(printed(a, p) for a in part) for part in program)
-        for program in call_order(ORDERS["wpipe"], p, m).programs
+        for program in call_order(own("wpipe").order, p, m).programs
     ]
     assert found == list(BY_HAND[p, m])
 
@@ -73,7 +73,7 @@ def test_it_is_the_order_of_the_code_of_its_authors(p: int) -> None:
 @pytest.mark.parametrize(("p", "m"), GRID)
 def test_group_1_is_one_update_late_and_group_2_not_at_all(p: int, m: int) -> None:
     """Half of the delayed gradients, and half of the redundant weights, of 2BW."""
-    proof = prove("2gw", p, m)
+    proof = prove("wpipe", p, m)
     for stage, facts in proof.stages.items():
         late = stage.index < p
         assert facts.delay == ((1.0, 1.0) if late else (0.0, 0.0))

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from penstock.schedule.array_schedules.array_lowering import ArrayLowered
-from penstock.schedule.build import prove
 from penstock.schedule.machine.play import Machine
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.check import check
@@ -19,9 +18,10 @@ from penstock.simulate.costs import Costs
 from penstock.simulate.long_run import steady_bubble
 from penstock.simulate.play import play
 from penstock.simulate.simulate import simulate_schedule
+from support.own_methods import prove
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.txt"))
-CASES = [(name, decides) for name in METHODS for decides in (False, True) if (name, decides) != ("wpipe", True)]
+CASES = [(name, decides) for name in METHODS for decides in (False, True)]
 UNEQUAL = {"forward": 0.9, "backward_input": 1.3, "backward_weight": 0.7, "latency": 0.11, "step": 0.3}
 LINKS = {**UNEQUAL, "latency": (0.11, 0.7, 0.03)}
 

@@ -310,7 +310,7 @@ STORED = [
     (RebindsItsInput, "2bw-ahead", {}),
     (Rebinds, "newest", {}),
     (AddsInPlace, "newest", {"precision": "bf16"}),
-    (RebindsItsInput, "ftpipe", {}),
+    (RebindsItsInput, "pipeoptim", {}),
     (Rebinds, "layered", {"data_parallel": 2}),
     (RebindsItsInput, "2bw-layered", {"data_parallel": 2, "precision": "bf16"}),
     (AddsInPlace, "2bw", {"data_parallel": DataParallel(2, sharding="gradients")}),

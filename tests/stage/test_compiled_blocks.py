@@ -16,7 +16,7 @@ from penstock.options.all_options import PipelineOptions
 from penstock.runtime.from_checked_plan import pipeline_of
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.schedule.text_parser import parse_schedule
-from penstock.weights.corrections.registry import correction_of
+from support.own_methods import correction_of
 
 SHAPE = GPTConfig(layers=2, width=16, heads=2, context=8, vocabulary=32)
 M, BATCHES = 4, 4

@@ -142,6 +142,15 @@ def means_over_other_targets_in_a_tensor(output: Tensor, target: Tensor) -> Tens
     return each.mean()
 
 
+def writes_targets(output: Tensor, target: Tensor) -> Tensor:
+    target[target == 3] = -100
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def counted(targets: Tensor) -> Tensor:
+    return targets != -100
+
+
 WEIGHTS = torch.tensor([1.0, 4.0, 0.5, 2.0, 1.0])
 CASES: dict[str, tuple[Loss, list[tuple[Tensor, Tensor]]]] = {
     "mean squares": (F.mse_loss, numbers()),
@@ -205,6 +214,44 @@ CASES: dict[str, tuple[Loss, list[tuple[Tensor, Tensor]]]] = {
         classes(0.5),
     ),
     "a mean over tokens that came first": (lambda o, t: (o - t).abs().transpose(0, 1).mean(0).mean(), numbers()),
+    "smooth labels, some ignored": (over_tokens(partial(F.cross_entropy, label_smoothing=0.1)), classes(0.5)),
+    "weights of positives": (
+        lambda o, t: F.binary_cross_entropy_with_logits(o, (t > 0).float(), pos_weight=WEIGHTS),
+        numbers(),
+    ),
+    "a sum over tokens over the samples": (
+        lambda o, t: F.kl_div((o / 2).log_softmax(-1), t.softmax(-1), reduction="sum") * 4 / o.size(0),
+        numbers(),
+    ),
+    "probabilities of alignments": (
+        lambda o, t: F.ctc_loss(
+            o.log_softmax(-1).transpose(0, 1), t[:, :2].clamp(min=1), torch.full((len(o),), TOKENS), t[:, 0] % 2 + 1
+        ),
+        classes(0),
+    ),
+    "cosines": (lambda o, t: F.cosine_embedding_loss(o[:, 0], t[:, 0], torch.ones(len(o))), numbers()),
+    "a mean over features under a mask": (
+        lambda o, t: (o.square().mean(-1) * counted(t)).sum() / counted(t).sum(),
+        classes(0.5),
+    ),
+    "means under a mask of each sample": (
+        lambda o, t: ((each_of(o, t) * counted(t)).sum(1) / counted(t).sum(1).clamp(min=1)).mean(),
+        classes(0.5),
+    ),
+    "a penalty under the same mask": (
+        lambda o, t: (
+            F.cross_entropy(o.flatten(0, 1), t.flatten())
+            + 0.01 * (o.logsumexp(-1).square() * counted(t)).sum() / counted(t).sum()
+        ),
+        classes(0.5),
+    ),
+    "a penalty of weights": (lambda o, t: F.mse_loss(o, t) + 0.1 * WEIGHTS.square().sum(), numbers()),
+    "targets that the loss writes": (writes_targets, classes(0)),
+    "a sum of all, then numbers beside": (
+        lambda o, t: ((each_of(o, t) * counted(t)).sum(), counted(t).sum(), {"correct": (o.argmax(-1) == t).sum()}),
+        classes(0.5),
+    ),
+    "roots of means of each sample": (lambda o, t: (o - t).square().mean((1, 2)).sqrt().mean(), numbers()),
     "a mean of what an own Function made": (lambda o, t: Doubled.apply((o - t).abs()).mean(), numbers()),
 }
 
@@ -214,7 +261,8 @@ def train_plainly(loss: Loss, batches: list[tuple[Tensor, Tensor]]) -> tuple[lis
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
     for inputs, targets in batches:
         optimizer.zero_grad()
-        found = loss(model(inputs), targets)
+        found = loss(model(inputs), targets.clone())
+        found = found[0] / found[1] if isinstance(found, tuple) else found
         found.backward()
         optimizer.step()
         losses.append(found.item())
@@ -234,7 +282,7 @@ def test_a_batch_in_parts_learns_what_plain_torch_learns_from_the_whole(case: st
         loss=loss,
         optimizer=lambda named: torch.optim.SGD(named, lr=0.5),
     )
-    assert [r.loss for r in pipeline.run(batches)] == pytest.approx(wanted, rel=1e-6)
+    assert [r.loss for r in pipeline.run(copy.deepcopy(batches))] == pytest.approx(wanted, rel=1e-6)
     torch.testing.assert_close(list(pipeline.full_state_dict().values()), weights, rtol=1e-5, atol=1e-6)
 
 
@@ -248,7 +296,6 @@ def test_what_a_mean_counts() -> None:
     assert weight_of(lambda output, _: output.mean(), logits, None) == 2  # the samples of the output
     assert weight_of(F.cross_entropy, torch.zeros(2, 5, 2), torch.tensor([[1, -100], [-100, -100]])) == 0.5
     assert weight_of(lambda o, t: F.cross_entropy(o, t["labels"]), logits, {"labels": classes}) == 1
-    assert weight_of(F.mse_loss, torch.tensor(1.0), torch.tensor(2.0)) == 1
     assert weight_of(lambda o, t: F.mse_loss(o[:, 0], t.float()), logits, classes) == 2  # which ignores no -100
 
 
@@ -385,14 +432,14 @@ def test_a_loss_of_the_users_that_sums_must_say_of_what(loss: Any) -> None:
 
 UNKNOWN: dict[str, tuple[Loss, str]] = {
     "a sum": (lambda o, t: each_of(o, t).sum(), "it is a sum"),
-    "a sum divided by a constant": (lambda o, t: each_of(o, t).sum() / 7.5, "it is a sum"),
+    "a sum divided by a constant": (lambda o, t: each_of(o, t).sum() / 7.5, "two samples"),
     "a root of a mean": (lambda o, t: each_of(o, t).mean().sqrt(), "sqrt"),
     "a norm": (lambda o, t: each_of(o, t).norm(), "norm takes samples together"),
     "a mask of at least one": (
         lambda o, t: (each_of(o, t) * (t != -100)).sum() / (t != -100).sum().clamp(min=1),
         "clamp",
     ),
-    "targets that nonzero picks": (lambda o, t: each_of(o, t)[(t != -100).nonzero()[:, 0]].mean(), "nonzero"),
+    "targets that nonzero picks": (lambda o, t: each_of(o, t)[(t != -100).nonzero()[:, 0]].mean(), "two samples"),
     "a quotient of outputs": (lambda o, t: (o[..., 0] * t).sum() / o.sum(), "quotient of two sums"),
     "means over different targets": (
         lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten()) + o.square().mean(),
@@ -402,56 +449,72 @@ UNKNOWN: dict[str, tuple[Loss, str]] = {
     "picked and other targets": (lambda o, t: torch.cat((o[t > 1], o.flatten(0, 1))).mean(), "different masks"),
     "a loss for each sample, added up": (
         lambda o, t: sum(F.cross_entropy(a, b) for a, b in zip(o, t, strict=True)),
-        "samples one by one",
+        "different numbers",
     ),
     "a sum of picked targets, divided by the samples": (
         lambda o, t: F.cross_entropy(o[t > 0], t[t > 0], reduction="sum") / len(o),
         "divide by the mask's sum",
     ),
-    "one sample": (lambda o, t: F.cross_entropy(o[0], t[0]), "some samples"),
-    "some samples": (lambda o, t: F.cross_entropy(o[:1].flatten(0, 1), t[:1].flatten()), "some samples"),
+    "one sample": (lambda o, t: F.cross_entropy(o[0], t[0]), "two samples"),
+    "some samples": (lambda o, t: F.cross_entropy(o[:1].flatten(0, 1), t[:1].flatten()), "two samples"),
     "targets gathered under a mask": (lambda o, t: -o[t != -100, t[t != -100]].mean(), "different masks"),
     "weights of mean squares": (lambda o, t: F.mse_loss(o[..., 0], t.float(), weight=t.abs() + 1.0), "its weights"),
     "a sum over another dimension than it seems": (
         lambda o, t: each_of(o, t).transpose(0, 1).mean(0).sum(),
-        "it is a sum",
+        "two samples",
     ),
-    "a sum over what may be samples": (lambda o, t: each_of(o, t).T.sum(1).mean(), "it is a sum"),
-    "a constant that is the number of samples": (lambda o, t: each_of(o, t).sum() / 2, "it is a sum"),
-    "one over such a constant": (lambda o, t: each_of(o, t).flatten(1).sum() * 0.5, "it is a sum"),
+    "a sum over what may be samples": (lambda o, t: each_of(o, t).T.sum(1).mean(), "two samples"),
+    "a constant that is the number of samples": (lambda o, t: each_of(o, t).sum() / 2, "two samples"),
+    "one over such a constant": (lambda o, t: each_of(o, t).flatten(1).sum() * 0.5, "two samples"),
     "a number that goes with one size": (
         lambda o, t: (each_of(o, t) * torch.ones(2, 1)).sum() / len(o),
-        "two parts",
+        "two samples",
     ),
-    "one sample of each token": (lambda o, t: each_of(o, t).T[:, 0].mean(), "some samples"),
-    "norms over samples": (lambda o, t: each_of(o, t).T.norm(dim=1).mean(), "norm takes samples together"),
-    "roots of means over samples": (lambda o, t: each_of(o, t).T.mean(1).sqrt().mean(), "sqrt"),
+    "one sample of each token": (lambda o, t: each_of(o, t).T[:, 0].mean(), "two samples"),
+    "norms over samples": (lambda o, t: each_of(o, t).T.norm(dim=1).mean(), "two samples"),
+    "roots of means over samples": (lambda o, t: each_of(o, t).T.mean(1).sqrt().mean(), "two samples"),
     "means over other targets, in a tensor": (means_over_other_targets_in_a_tensor, "different numbers"),
-    "a mean of one": (lambda o, t: each_of(o, t).unsqueeze(0).mean(0).sum(), "it is a sum"),
-    "largest of all samples": (lambda o, t: o.amax(0).mean(), "amax takes samples together"),
-    "largest few": (lambda o, t: each_of(o, t).flatten().topk(3).values.mean(), "topk takes samples together"),
-    "a mean times its samples": (lambda o, t: o.square().mean() * len(o), "two parts"),
+    "a mean of one": (lambda o, t: each_of(o, t).unsqueeze(0).mean(0).sum(), "two samples"),
+    "largest of all samples": (lambda o, t: o.amax(0).mean(), "two samples"),
+    "largest few": (lambda o, t: each_of(o, t).flatten().topk(3).values.mean(), "two samples"),
+    "a mean times its samples": (lambda o, t: o.square().mean() * len(o), "two samples"),
     "a sum over a mask's sum and its samples": (
         lambda o, t: (each_of(o, t) * (t != -100)).sum() / ((t != -100).sum() * len(o)),
-        "div is applied",
+        "quotient of two sums",
     ),
-    "probabilities over samples": (lambda o, t: o.softmax(0).square().mean(), "two parts"),
-    "samples in turn": (lambda o, t: (o.roll(1, 0) * t[..., None]).mean(), "two parts"),
-    "sums up to each sample": (lambda o, t: o.cumsum(0).square().mean(), "two parts"),
-    "distances of samples": (lambda o, t: torch.cdist(o[:, 0], o[:, 1]).mean(), "two parts"),
-    "pairs of samples": (lambda o, t: (o[:, None] - o[None]).square().mean(), "two parts"),
-    "a mean times what it is itself": (lambda o, t: o.square().mean() * o.square().mean().item(), "two parts"),
+    "probabilities over samples": (lambda o, t: o.softmax(0).square().mean(), "two samples"),
+    "samples in turn": (lambda o, t: (o.roll(1, 0) * t[..., None]).mean(), "two samples"),
+    "sums up to each sample": (lambda o, t: o.cumsum(0).square().mean(), "two samples"),
+    "distances of samples": (lambda o, t: torch.cdist(o[:, 0], o[:, 1]).mean(), "two samples"),
+    "pairs of samples": (lambda o, t: (o[:, None] - o[None]).square().mean(), "two samples"),
+    "a mean times what it is itself": (lambda o, t: o.square().mean() * o.square().mean().item(), "two samples"),
     "samples of a normal spread": (
         lambda o, t: F.batch_norm(o, None, None, training=True).exp().mean(),
-        "batch_norm takes samples together",
+        "two samples",
     ),
     "a mean without what is not a number": (lambda o, t: each_of(o, t).nanmean(), "nanmean"),
+    "as many samples as there are": (lambda o, t: F.cross_entropy(o[:, 0] @ o[:, 0].T, torch.arange(2)), "fails"),
+    "a spread over samples": (lambda o, t: o.square().mean() + (1 - o.mean(1).std(0)).relu().mean(), "two samples"),
+    "a mean that counts, unless it is small": (lambda o, t: (o.square().mean() - 9).clamp(min=0), "clamp"),
+    "weights by the classes of a batch": (
+        lambda o, t: F.cross_entropy(
+            o.flatten(0, 1), t.flatten(), weight=t.clamp(min=0).flatten().bincount(minlength=5) / t.numel()
+        ),
+        "two samples",
+    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", UNKNOWN)
+RANDOM: dict[str, tuple[Loss, str]] = {
+    "a whole sum that draws random numbers": (lambda o, t: F.dropout(each_of(o, t)).sum() / 4, "two samples"),
+    "samples in another order by chance": (lambda o, t: (o * o[torch.randperm(len(o))]).mean(), "two samples"),
+    "one sample of all, by chance": (lambda o, t: o[torch.randint(len(o), ())].square().mean(), "two samples"),
+}
+
+
+@pytest.mark.parametrize("case", [*UNKNOWN, *RANDOM])
 def test_a_number_that_is_no_known_mean_over_samples_is_refused(case: str) -> None:
-    loss, said = UNKNOWN[case]
+    loss, said = {**UNKNOWN, **RANDOM}[case]
     torch.manual_seed(1)
     targets = torch.tensor([[1, -100, 3], [2, 4, 0]])
     with pytest.raises(ConfigError, match=rf"(?s)stage 1: .*{said}.*return \(each \* mask\).sum\(\), mask.sum\(\)"):
@@ -478,6 +541,57 @@ def test_a_whole_batch_is_its_own_divisor(case: str) -> None:
     assert found[0] == pytest.approx(loss(plain(batch[0]), batch[1]).item())
 
 
+def mean_of_each_token(output: Tensor, target: Tensor) -> Tensor:
+    each = each_of(output, target) * counted(target)
+    return (each.sum(0) / counted(target).sum(0)).mean()
+
+
+LATER: dict[str, Loss] = {
+    "a number of targets in Python": lambda o, t: (each_of(o, t) * counted(t)).sum() / int(counted(t).sum()),
+    "a number of targets in NumPy": lambda o, t: (each_of(o, t) * counted(t)).sum() / counted(t).numpy().sum(),
+    "places of targets": lambda o, t: each_of(o, t).flatten()[counted(t).flatten().nonzero()[:, 0]].mean(),
+    "means of each token": mean_of_each_token,
+    "means of each sample": lambda o, t: sum(F.cross_entropy(a, b) for a, b in zip(o, t, strict=True)) / len(o),
+    "the longest sample": lambda o, t: each_of(o, t)[:, : int(counted(t).sum(1).max())].mean(),
+    "an own Function of what a mask picked": lambda o, t: (
+        Doubled.apply((each_of(o, t) * counted(t)).sum(0)) / counted(t).sum(0)
+    ).mean(),
+}
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5])
+@pytest.mark.parametrize("case", LATER)
+def test_a_loss_that_padding_would_make_wrong_is_refused_before_any_padding_comes(case: str, samples: int) -> None:
+    torch.manual_seed(1)
+    targets = torch.randint(CLASSES, (samples, TOKENS))
+    with pytest.raises(ConfigError, match="different numbers|two samples|as it divides"):
+        WeighedLoss(LATER[case], "stage 1")(torch.zeros(samples, TOKENS, CLASSES, requires_grad=True), targets)
+
+
+def test_what_comes_later_is_tried_by_itself() -> None:
+    """A branch of the loss that the first microbatch did not take."""
+    weighed = WeighedLoss(lambda o, t: F.mse_loss(o, t) * (len(o) if t.max() > 5 else 1), "stage 1")
+    assert weighed(torch.ones(2, 3), torch.ones(2, 3))[1] == 2
+    with pytest.raises(ConfigError, match="two samples"):
+        weighed(torch.ones(2, 3), 9 * torch.ones(2, 3))
+
+
+def pipelined(loss: Loss, width: int) -> Pipeline:
+    return Pipeline(
+        make_blocks(), "1f1b", stages=2, microbatches=4 // width, data_parallel=width, loss=loss,
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.5),
+    )  # fmt: skip
+
+
+def of_lengths(shapes: list[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+    return [
+        (torch.randn(*shape, 3, generator=generator), torch.rand(*shape, CLASSES, generator=generator))
+        for shape in shapes
+    ]
+
+
+@pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize(
     "loss",
     [
@@ -487,15 +601,22 @@ def test_a_whole_batch_is_its_own_divisor(case: str) -> None:
         lambda o, t: ((o - t).square() * (t > 0)).sum() / (t > 0).sum(),
     ],
 )
-def test_means_over_other_numbers_of_elements_in_a_batch_are_refused(loss: Loss) -> None:
-    """Such as of sequences padded to different lengths, or of as many tokens as a microbatch asks for."""
-    weighed = WeighedLoss(loss, "stage 1")
-    torch.manual_seed(0)
-    weighed(torch.randn(2, 3), torch.ones(2, 3), batch=0)
-    weighed(torch.randn(1, 3), torch.ones(1, 3), batch=0)
-    weighed(torch.randn(1, 4), torch.ones(1, 4), batch=1)
-    with pytest.raises(ConfigError, match=r"the mean over 3.* elements of each sample, and over 4.* in another microb"):
-        weighed(torch.randn(2, 3), torch.ones(2, 3), batch=1)
+def test_means_over_other_numbers_of_elements_in_a_batch_are_refused(loss: Loss, width: int) -> None:
+    """Such as of sequences padded to different lengths, be they of one pipeline or of several side by side."""
+    alike, unlike = of_lengths([(2, 4), (1, 4), (3, 4), (2, 4)]), of_lengths([(2, 4), (2, 4), (2, 6), (1, 6)])
+    pipeline, longer = pipelined(loss, width), of_lengths([(2, 6)] * 4)
+    assert [r.weight for r in pipeline.run([alike, longer])][1] == pytest.approx(8, abs=1)
+    with pytest.raises(ConfigError, match=r"batch 2: samples of some microbatches have other shapes.*\(sum, weight\)"):
+        list(pipeline.run([unlike]))
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_other_numbers_of_samples_in_microbatches_are_weighted(width: int) -> None:
+    batch = of_lengths([(1, 4), (3, 4), (2, 4), (5, 4)])
+    wanted, weights = train_plainly(F.mse_loss, [tuple(map(torch.cat, zip(*batch, strict=True)))])  # type: ignore[list-item]
+    pipeline = pipelined(F.mse_loss, width)
+    assert [report.loss for report in pipeline.run([batch])] == pytest.approx(wanted, rel=1e-6)
+    torch.testing.assert_close(list(pipeline.full_state_dict().values()), weights, rtol=1e-5, atol=1e-6)
 
 
 class Tokenwise(nn.Linear):
@@ -535,15 +656,6 @@ def test_a_loss_that_shifts_within_slices_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="the weight 5 for a slice, and 3 times that .* neither tokens nor samples"):
         WeighedLoss(shifts, "stage 1")(torch.ones(1, 2, 5), torch.ones(1, 2, 5), piece=(0, 2))
-
-
-def test_warnings_within_a_loss_name_its_line() -> None:
-    def loss(output: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(output, target[:, :1])
-
-    with pytest.warns(UserWarning, match="Using a target size") as seen:
-        WeighedLoss(loss, "stage 1")(torch.ones(2, 3), torch.ones(2, 3))
-    assert [(one.filename, one.lineno) for one in seen] == [(__file__, loss.__code__.co_firstlineno + 1)]
 
 
 def train_without_targets(group: Any) -> tuple[list[Any], list[Tensor], Any]:

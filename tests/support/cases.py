@@ -21,16 +21,16 @@ from penstock.options.passes import BoundaryGradients, PrecisionName, boundary_f
 from penstock.partition.blocks import LazyBlock
 from penstock.runtime.pipeline import Pipeline
 from penstock.schedule.ir.schedule import Op, Schedule, passes
-from penstock.schedule.methods.find_method import find_method
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.train.config.sections import OptimizerName, OptimizerSection
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.verify.derived_delays import order_of
-from penstock.verify.reference import Reference, Scaling, train_reference
+from penstock.verify.reference import Reference, Scaling
 from penstock.weights.corrections.base import Correction
 from penstock.weights.decision import Decision, LossScale
 from penstock.weights.updates.lr_scheduler_table import by_factor
 from support.grouped import grouped
+from support.own_methods import row_of, train_reference
 from support.schedules import make_schedule
 
 VOCABULARY, WIDTH, LENGTH = 13, 8, 4
@@ -487,7 +487,7 @@ def reference_run(case: Case, batches: int | None = None, options: Mapping[str, 
         boundary=boundary_format(case.boundary_gradients),
         tied=TIED[case.model] if case.tied and case.schedule.num_stages > 1 else {},
         options=options or {},
-        order=order_of(find_method(case.method).order, case.schedule, case.recompute),
+        order=order_of(row_of(case.method), case.schedule, case.recompute),
         **({"rate": warm_up} if case.rate else {}),
     )
 

@@ -21,9 +21,9 @@ from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.data_parallel_sync import Combine
 from penstock.schedule.methods.table import METHODS
 from penstock.verify.reference import Scaling
-from penstock.weights.corrections.registry import correction_of
 from support.cases import BALANCE, Case, make_pipeline
 from support.offered_methods import OFFERED
+from support.own_methods import correction_of
 from support.schedules import make_schedule
 
 PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"

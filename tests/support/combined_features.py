@@ -20,15 +20,13 @@ from penstock.runtime.rank.batch_reports import Report
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.update.divergence import Trouble
 from penstock.runtime.update.run_events import Evaluated
-from penstock.schedule.build import prove
 from penstock.schedule.machine.evaluation_without_draining_check import border_fault
 from penstock.schedule.methods.table import METHODS
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.verify.config_to_reference import reference_options
 from penstock.verify.derived_delays import order_of
-from penstock.verify.reference import Reference, train_reference
+from penstock.verify.reference import Reference
 from penstock.verify.reference.delays import version_read
-from penstock.verify.reference.ftpipe_prediction import Partials
 from penstock.verify.reference.supported_methods import FLUSH
 from penstock.weights.corrections.base import Correction
 from support.cases import (
@@ -73,6 +71,7 @@ from support.meetings import (
     states_of,
     uneven_batches,
 )
+from support.own_methods import prove, train_reference
 from support.rest_of_a_run import rest_of
 from support.schedules import make_schedule
 from support.sharded import assert_as_whole, train_sharded
@@ -333,21 +332,19 @@ def chained(case: Case, phases: Sequence[Phase]) -> Reference:
         for part in parts if begin else ():
             load(part, begin)
         made = sum(1 for gradients in whole.gradients if gradients)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Partials, "before", tuple(whole.weights))
-            result = train_reference(
-                parts,
-                LOSSES[case.loss],
-                batches[first : first + count],
-                method=method,
-                optimizer=_going_on(OPTIMIZERS[case.optimizer], iter([state for state in states if state])),
-                rate=lambda k, made=made: warm_up(k + made),
-                divisor=case.divisor,
-                clip=case.clip,
-                parts=parts_of(case),
-                options=reference_options(correction, METHODS[method].rule),
-                order=order_of(METHODS[method].order, make_schedule(method, case.depth, case.m)),
-            )
+        result = train_reference(
+            parts,
+            LOSSES[case.loss],
+            batches[first : first + count],
+            method=method,
+            optimizer=_going_on(OPTIMIZERS[case.optimizer], iter([state for state in states if state])),
+            rate=lambda k, made=made: warm_up(k + made),
+            divisor=case.divisor,
+            clip=case.clip,
+            parts=parts_of(case),
+            options=reference_options(correction),
+            order=order_of(METHODS[method], make_schedule(method, case.depth, case.m)),
+        )
         begin, states = result.versions[-1] | result.buffers, result.optimizers
         for what in ("losses", "weights", "gradients", "norms", "scales"):
             getattr(whole, what).extend(getattr(result, what))

@@ -13,12 +13,12 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.weights.corrections.base import Correction
 from penstock.weights.corrections.pipemare import PipeMare
-from penstock.weights.corrections.registry import correction_of
 from support.cases import (
     Case,
     Outcome,
     make_batches,
 )  # fmt: skip
+from support.own_methods import correction_of
 
 
 class Kind(NamedTuple):
@@ -47,11 +47,7 @@ KINDS = {
     "xpipe with powers": Kind("xpipe", correction_of("xpipe", uncorrected=0), {"bias": "adam"}),
     "pipeoptim": Kind("pipeoptim", correction_of("pipeoptim")),
     "spike": Kind("spike", correction_of("spike"), {}, ("momentum",), exact=False),
-    "spike on a stash": Kind(
-        "spike", correction_of("spike"), {"backward": "stash"}, ("momentum",), rule="stash", exact=False
-    ),
     "lwp": Kind("lwp", correction_of("lwp")),
-    "lwp on a stash": Kind("lwp", correction_of("lwp"), {"backward": "stash"}, rule="predicted-stash"),
     "lwp-weights": Kind("lwp-weights", correction_of("lwp-weights"), {}, ("sgd", "adamw", "nadam")),
     "spike-lwp": Kind("spike-lwp", correction_of("spike-lwp"), {}, ("momentum",), exact=False),
     "spike-lwp-weights": Kind("spike-lwp-weights", correction_of("spike-lwp-weights"), {}, ("momentum",), exact=False),
@@ -77,9 +73,6 @@ KINDS = {
     "3bw-ahead": Kind("3bw-ahead", correction_of("3bw-ahead"), {}, ("adamw", "sgd")),
     "2bw-ahead of Muon": Kind("2bw-ahead", correction_of("2bw-ahead"), {}, ("configured muon",)),
     "ftpipe": Kind("ftpipe", correction_of("ftpipe"), {}, ("adamw",)),
-    "ftpipe on a stash": Kind(
-        "ftpipe", correction_of("ftpipe"), {"backward": "stash"}, ("sgd",), rule="predicted-stash"
-    ),
     "ftpipe-aggregated": Kind("ftpipe-aggregated", correction_of("ftpipe-aggregated"), {}, ("adamw",)),
     "timeprest": Kind("timeprest", None),
     "v-timeprest": Kind("v-timeprest", None),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from penstock.verify.reference import train_reference
+from support.own_methods import train_reference
 from support.reference_cases import Times, half_square, inputs, of, sgd
 from support.scalar_pipelines import LR, SKIPPED, rate
 

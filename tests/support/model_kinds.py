@@ -282,31 +282,7 @@ class Maybe(nn.Module):
         return x
 
 
-@refused("changes steps")
-class Counting(Layers):
-    """Counts its forwards."""
-
-    steps = 0
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.b(self.a(x)) * (1 + self.steps)
-        self.steps += 1
-        return self.head(self.d(self.c(h)))
-
-
-@refused("changes hidden")
-class Remembers(Layers):
-    """Keeps a value for the next forward."""
-
-    hidden: Any = None
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.b(self.a(x))
-        self.hidden = h.detach()
-        return self.head(self.d(self.c(h)))
-
-
-@refused("changes mixture.auxiliary")
+@exact
 class LeftOnLayer(Layers):
     """Takes an auxiliary value that a layer has left on itself."""
 
@@ -464,20 +440,6 @@ class BorrowedWeight(Layers):
         )
 
 
-@refused("is there before the forward|was there before the forward|changes _buffers.mean")
-class OwnAverage(Layers):
-    """A running mean that the model keeps between its layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.a(x)
-        self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1)
-        return self.head(self.d(self.c(self.b(h - self.mean))))
-
-
 @exact
 class Picked(Layers):
     """As many values as are positive."""
@@ -487,18 +449,7 @@ class Picked(Layers):
         return self.head(self.d(self.c(h)) + h[h > 0].mean())
 
 
-@refused("changes Python's random numbers")
-class DrawnByPython(Layers):
-    """A layer that is passed over by chance, decided by Python."""
-
-    def forward(self, x: Tensor) -> Any:
-        import random
-
-        h = self.b(self.a(x))
-        return self.head(self.d(self.c(h) if random.random() < 1 else h))
-
-
-@refused("writes into a tensor that was there before the forward")
+@refused("writes into a tensor, which was there before the forward")
 class WritesInput(Layers):
     """Writes into its input."""
 
@@ -592,19 +543,6 @@ def mask_of(length: int) -> Tensor:
     return CACHE[length]
 
 
-@refused("changes steps")
-class CountsOnAWay(Layers):
-    """Counts on a way that the example does not take."""
-
-    steps = 0
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.b(self.a(x))
-        if len(x) < SAMPLES:  # as microbatches have
-            self.steps += 1
-        return self.head(self.d(self.c(h)) * (1 + self.steps))
-
-
 @refused("has left somewhere|fails on the example")
 class KeptByHook(Layers):
     """Takes what a hook of a layer has kept."""
@@ -643,32 +581,6 @@ class ReadsStatistics(nn.Linear):
         mean = self.others[0].running_mean
         assert mean is not None
         return super().forward(x - mean)
-
-
-@refused("changes counts")
-class NestedCounter(Layers):
-    """Counts in a list of lists."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = [[0]]
-
-    def forward(self, x: Tensor) -> Any:
-        self.counts[0][0] += 1
-        return self.head(self.d(self.c(self.b(self.a(x)))))
-
-
-@refused("changes generator")
-class OwnGenerator(Layers):
-    """Draws from a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(3)
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.c(self.b(self.a(x)))
-        return self.head(self.d(h * 2 if torch.rand((), generator=self.generator) < 0.05 else h))
 
 
 @refused("graph of a value")
@@ -844,20 +756,6 @@ class Reentrant(Layers):
         return self.head(self.d(self.c(h)))
 
 
-@refused("writes into the buffer mean")
-class NormedBetween(Layers):
-    """Batch norm between layers with buffers of the model, which torch does not count as written."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.register_buffer("variance", torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Any:
-        h = F.batch_norm(self.a(x), self.mean, self.variance, training=True)
-        return self.head(self.d(self.c(self.b(h))) - self.mean)
-
-
 @exact
 class WrittenByTwo(Layers):
     """Positions that every stage makes, and two write into, read in between."""
@@ -984,18 +882,6 @@ class AsksForMemory(Layers):
     def forward(self, x: Tensor) -> Any:
         h = self.b(self.a(x))
         return self.head(self.d(self.c(h)) * (2 if h.data_ptr() == h.contiguous().data_ptr() else 1))
-
-
-COUNTED: list[int] = []
-
-
-@refused("computes something else when it is divided")
-class CountsOutside(Layers):
-    """Counts in a list outside of the model."""
-
-    def forward(self, x: Tensor) -> Any:
-        COUNTED.append(1)
-        return self.head(self.d(self.c(self.b(self.a(x)) * len(COUNTED))))
 
 
 @exact

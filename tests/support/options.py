@@ -41,8 +41,7 @@ BESIDE = {
     "compare": "1f1b 2bw --data text.txt --out out --batches 1 --seeds 1",
     "profile": "--cluster h100 --layers 2 --hidden 8 --sequence 8 --vocabulary 8",
     "plan": "--model tiny --cluster h100 --devices 2 --global-batch 4", "scale": "--x 8",
-    "rehearse": "plan.yaml --rank 0",
-    "predicted": "run --profile profile.yaml", "sample": "run", "show": "1f1b", "simulate": "1f1b", "methods": "",
+    "sample": "run", "show": "1f1b", "simulate": "1f1b", "methods": "",
 }  # fmt: skip
 """What a command is given besides the option that is tried."""
 ODD_NAMES = {

@@ -15,7 +15,6 @@ from penstock.verify.reference import Scaling, run
 from penstock.verify.reference.predictions import ReferencePrediction
 from penstock.verify.reference.stage import ReferenceReading, step
 from penstock.verify.reference.supported_methods import UPDATES_LATE, method_options
-from penstock.weights.corrections.registry import correction_of
 from support.cases import (
     OPTIMIZERS,
     Case,
@@ -27,6 +26,7 @@ from support.cases import (
     make_batches,
     make_pipeline,
 )
+from support.own_methods import correction_of
 from support.schedules import make_schedule
 
 Phases = Sequence[tuple[str, int]]  # method, batches

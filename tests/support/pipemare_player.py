@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from penstock.weights.corrections.registry import correction_of
 from support.cases import (
     LENGTH,
     OPTIMIZERS,
@@ -26,6 +25,7 @@ from support.cases import (
     make_batches,
     token_loss,
 )
+from support.own_methods import correction_of
 
 K, D, C = 4, 0.135, 7.0
 Blocks = dict[str, Any]

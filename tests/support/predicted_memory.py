@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from penstock import check
-from penstock.measure.stages.stage_bytes import measure_stages
-from penstock.measure.stages.stage_trial import Training
+from penstock.measure.stage_bytes import measure_stages
+from penstock.measure.stage_trial import Training
 from penstock.models.gpt_shape import GPTConfig
 from penstock.models.vocabulary_parallel_gpt import summed_cross_entropy, vocabulary_parallel_gpt, with_targets
 from penstock.options.all_options import PipelineOptions
@@ -29,8 +29,8 @@ from penstock.simulate.memory.snapshots import Snapshots
 from penstock.stage.blocks.loss import LossFunction
 from penstock.train.config.sections import OptimizerSection
 from penstock.train.setup.optimizers import optimizer_factory
-from penstock.weights.corrections.registry import correction_of
 from support.grouped import grouped
+from support.own_methods import correction_of
 from support.schedules import make_schedule
 
 WIDTH, SAMPLES, TOKENS = 24, 3, 7

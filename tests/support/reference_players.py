@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.verify.reference import Reference, train_reference
+from penstock.verify.reference import Reference
 from support import scalar_orders as by_order
+from support.own_methods import train_reference
 from support.reference_cases import BATCHES, Times, half_square, inputs, of, sgd
 from support.scalar_orders import Pass
 from support.scalar_pipelines import SKIPPED, Stage, rate

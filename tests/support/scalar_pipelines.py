@@ -143,11 +143,6 @@ class Lwp(PipeOptim):
         return self.tau
 
 
-class LwpStash(Lwp):
-    def back(self, g: int) -> float:
-        return self.read[g]
-
-
 class LwpWeight(Newest):
     change = 0.0
 
@@ -160,11 +155,6 @@ class LwpWeight(Newest):
         self.change = self.w - before
 
 
-class LwpWeightStash(LwpWeight):
-    def back(self, g: int) -> float:
-        return self.read[g]
-
-
 class Spike(Stage):
     def update(self, gradient: float) -> None:
         a, b = MOMENTUM**self.tau, (1 - MOMENTUM**self.tau) / (1 - MOMENTUM)
@@ -173,11 +163,11 @@ class Spike(Stage):
         self.w -= self.lr * (a * self.v + b * gradient)
 
 
+class SpikeNewest(Spike, Newest):
+    """Without a stash."""
+
+
 class SpikeLwp(Spike, Lwp):
-    pass
-
-
-class SpikeLwpStash(Spike, LwpStash):
     pass
 
 

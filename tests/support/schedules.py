@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Schedule
+from support.own_methods import prove
 
 
 def make_schedule(*arguments: Any, **options: Any) -> Schedule:

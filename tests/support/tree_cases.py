@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.verify.reference import train_reference
 from support import cases
 from support.cases import (
     VOCABULARY,
@@ -20,6 +19,7 @@ from support.cases import (
     mixed,
     token_loss,
 )
+from support.own_methods import train_reference
 
 
 class Spread(nn.Module):

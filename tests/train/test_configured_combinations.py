@@ -105,7 +105,6 @@ def test_low_precision_is_refused_whatever_it_is(data: Path) -> None:
         ("spectrain", "combine", "combine 'average' is not supported with correction 'spectrain'"),
         ("zb-v", "sync", "sync.method: zb-v cannot be followed by 1f1b: they differ in stages"),
         ("2bw", "delays", "delays need version rule 'flush'"),
-        ("wpipe", "clip", "wait for a decision of all stages, which max_grad_norm needs; set max_grad_norm to null"),
         ("i-timeprest", "recompute stage", "needs an order that places its own recomputes"),
     ],
 )

@@ -26,6 +26,7 @@ from penstock.train.prepare.prepare_run import prepare
 from penstock.train.setup.model_shape import model_of, model_shape
 from penstock.train.setup.pipeline_options import pipeline_options
 from penstock.verify.verify import verify
+from support.own_methods import chosen
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +71,8 @@ WRONG = [
     (["combine.kind=average", "width=2", "ema_decay=0.9"], "ema_decay=0.9 and combine=average do not go together"),
     (["combine.kind=average", "width=2", "combine.every=7"], "batches is 1000, but with combine.kind=average"),
     (["method=pipemare", "model.tied=true"], "correction 'pipemare' steps every stage in its own way"),
-    (["method=wpipe", "stages=3", "max_grad_norm=1"], "wait for a decision of all stages, which max_grad_norm needs"),
-    (["method=ftpipe", "optimizer.name=muon"], "supports SGD with momentum, Adam and AdamW, not Muon"),
+    ([chosen("wpipe"), "stages=3", "max_grad_norm=1"], "wait for a decision of all stages, which max_grad_norm needs"),
+    ([chosen("ftpipe"), "optimizer.name=muon"], "supports SGD with momentum, Adam and AdamW, not Muon"),
     (["undo=in-place"], "method '2bw' never takes an update back"),
     (["sync.batches=3", "sync.method=stash"], "sync.method must be synchronous"),
     (["sync.batches=3", "sync.method=zb-v"], "sync.method: 2bw cannot be followed by zb-v: they differ in stages"),

@@ -82,7 +82,7 @@ def test_a_run_goes_on_with_as_many_tensor_ranks_as_wanted(
         (("train", "1f1b", "--set", "tensor_parallel=3"), "model.heads 4 must be a multiple of tensor_parallel 3"),
         (("train", "zb-h1", "--set", "tensor_parallel=2"), "tensor_parallel=2 is not offered with backwards in two"),
         (("train", "1f1b", "--set", "tensor_parallel=2", "--set", "optimizer.name=muon"), "looks at parameters as a"),
-        (("rehearse", "FILE", "--rank", "2"), "rank must be at most 1"),
+        (("profile", "--rehearse", "2", "--plan", "FILE"), "rank must be at most 1"),
         (("profile", "--set", "tensor_parallel=3"), "model.heads 4 must be a multiple of tensor_parallel 3"),
         (("profile", "--set", "tensor_parallel=2", "--set", "optimizer.name=muon"), "looks at parameters as a whole"),
         (("profile", "--set", "tensor_parallel=2", "--set", "compile=true"), "is not offered with compiled blocks"),
@@ -109,10 +109,10 @@ def test_a_run_is_predicted_from_a_profile_of_as_many_processes(
     changes = [part for each in (*model, *SHARED, "threads=1") for part in ("--set", each)]
     measured = command("profile", *changes, "--data", text, "--seconds", "0", "--out", profile)
     assert measured.returncode == 0, measured.stderr
-    assert f"Next: penstock predicted RUN --profile {profile}" in measured.stdout
+    assert f"Next: penstock profile {profile} --check RUN" in measured.stdout
     known = read_profile(profile)
     assert known.tensor_parallel == 2
-    compared = command("predicted", run, "--profile", profile, "--json")
+    compared = command("profile", profile, "--check", run, "--json")
     assert compared.returncode == 0, compared.stderr
     stages = json.loads(compared.stdout)["stages"]
     assert [stage["predicted"].keys() for stage in stages] == [{"F", "B", "STEP"}] * 2

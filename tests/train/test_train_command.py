@@ -29,8 +29,8 @@ from penstock.train.prepare.build_pipeline import make_pipeline
 from penstock.train.prepare.prepare_run import prepare
 from penstock.train.setup.lr_schedule import rate_schedule
 from penstock.train.setup.optimizers import optimizer_factory
-from penstock.verify.reference import train_reference
 from support.command_line import TINY, only_folder, settings, start
+from support.own_methods import train_reference
 from support.worker_functions import die_on_rank_1, fail_in_training, list_modules, raise_on_rank_1
 
 pytestmark = pytest.mark.processes

@@ -83,7 +83,7 @@ def test_a_rule_without_a_reference_is_refused(tmp_path: Path) -> None:
 def test_what_is_wrong_with_an_order_of_ones_own_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the equations of another rule stand for a pipeline that does not do what its schedule says."""
     penstock.make_schedule("2bw", 2, 3).save(tmp_path / "mine.txt")
-    monkeypatch.setattr(config_to_reference, "_BY_RULE", {"double-buffer": "1f1b"})
+    monkeypatch.setattr(config_to_reference, "BY_RULE", {"double-buffer": "1f1b"})
     found = verified(tmp_path, tmp_path / "mine.txt")
     assert not found.agrees
     assert "the pipeline does not train what 2bw says: it differs first in batch 1" in found.verdict

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.verify.reference import ReferenceOrder, Scaling, train_reference
-from penstock.verify.reference.ftpipe_prediction import Known, Partials, _ahead
+from penstock.verify.reference import ReferenceOrder, Scaling
 from penstock.verify.reference.muon import muon_direction
 from support import scalar_pipelines as by_hand
+from support.own_methods import names_in, own, train_reference
 from support.reference_cases import adamw, assert_equal, half_square, of, sgd
 from support.reference_players import assert_same, bent, played, referred, samples, trained
 from support.scalar_orders import Pass
@@ -59,11 +59,6 @@ class AggregatedAdamW(FTPipeAdamW, Aggregated):
     pass
 
 
-class FTPipeStash(FTPipe):
-    def back(self, g: int) -> float:
-        return self.read[g]
-
-
 def endless(s: int, d: int, m: int, batches: int) -> list[Pass]:
     return [(op, (g,)) for op, g in by_hand.order(s, d, batches * m)]
 
@@ -71,7 +66,6 @@ def endless(s: int, d: int, m: int, batches: int) -> list[Pass]:
 CASES: dict[str, tuple[str, Any, Any, dict[str, Any]]] = {
     "ftpipe": ("ftpipe", FTPipe, sgd, {}),
     "ftpipe with AdamW": ("ftpipe", FTPipeAdamW, adamw, {}),
-    "ftpipe on a stash": ("ftpipe", FTPipeStash, sgd, {"backward": "stash"}),
     "aggregated": ("ftpipe-aggregated", Aggregated, sgd, {}),
     "aggregated with AdamW": ("ftpipe-aggregated", AggregatedAdamW, adamw, {}),
 }
@@ -133,6 +127,7 @@ def test_aggregated_gradients_do_not_know_the_divisor() -> None:
 
 def test_parallel_pipelines_aggregate_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of the same data have the mean gradient of one; each sees half of it when it predicts."""
+    reading = own("ftpipe-aggregated").reference.__globals__["Decaying"]
 
     def run(parts: Any, divisor: float) -> list[dict[str, Tensor]]:
         batches = [[one for one in batch for _ in parts] for batch in samples(3)]
@@ -140,8 +135,8 @@ def test_parallel_pipelines_aggregate_their_own(monkeypatch: pytest.MonkeyPatch)
         return train_reference(bent(4), half_square, batches, parts=parts, **arguments).versions
 
     two = run([[0, 2, 4], [1, 3, 5]], 3.0)
-    note = Partials.note
-    monkeypatch.setattr(Partials, "note", lambda self, nodes, t, part, scale: note(self, nodes, t, part, 2.0 * scale))
+    note = reading.after_microbatch
+    monkeypatch.setattr(reading, "after_microbatch", lambda self, *rest: note(self, *rest[:-1], 2.0 * rest[-1]))
     for found, wanted in zip(two, run([[0, 1, 2]], 3.0), strict=True):
         for name, w in wanted.items():
             torch.testing.assert_close(found[name], w, rtol=1e-12, atol=0)
@@ -149,10 +144,10 @@ def test_parallel_pipelines_aggregate_their_own(monkeypatch: pytest.MonkeyPatch)
 
 def test_coefficients() -> None:
     """gamma = 0.9: 0.9 after one update, 1.71 after two; rates of their own for each."""
-    group = {"momentum": 0.9, "dampening": 0.0}
+    group, file = {"momentum": 0.9, "dampening": 0.0}, names_in("ftpipe")
 
     def moved(n: int, rates: list[float], g: Tensor | None = None) -> float:
-        return -float(_ahead(of(0.0), n, Known({"momentum_buffer": of(1.0)}, group, rates), g))
+        return -float(file["_ahead"](of(0.0), n, file["Known"]({"momentum_buffer": of(1.0)}, group, rates), g))
 
     assert moved(1, [1.0]) == pytest.approx(0.9)
     assert moved(2, [1.0, 1.0]) == pytest.approx(1.71)
@@ -161,14 +156,14 @@ def test_coefficients() -> None:
 
 
 def test_what_ftpipe_does_not_take() -> None:
-    with pytest.raises(CapabilityError, match="FTPipe's prediction is defined for SGD with momentum.*not for NAdam"):
+    with pytest.raises(CapabilityError, match="NAdam has no velocity to predict weights from"):
         trained("ftpipe", 2, 1, lambda named: torch.optim.NAdam(named))
-    with pytest.raises(CapabilityError, match="not for SGD with these settings"):
+    with pytest.raises(CapabilityError, match="SGD has no velocity"):
         trained("ftpipe-aggregated", 2, 1, lambda named: torch.optim.SGD(named, lr=0.1))
-    with pytest.raises(ConfigError, match="a part of the batch, which delays do not specify"):
+    with pytest.raises(ConfigError, match="the order of 1F1B alone"):
         trained("ftpipe-aggregated", 2, 1, order=ReferenceOrder([[1], [0]]))
-    with pytest.raises(ConfigError, match="backward is 'mine'"):
-        trained("ftpipe", 2, 1, options={"backward": "mine"})
+    with pytest.raises(ConfigError, match="without weight decay, and each update at its own rate"):
+        trained("ftpipe", 2, 1, options={"ahead": 0})
 
 
 # --- Muon -------------------------------------------------------------------------------------------------------------
@@ -254,15 +249,15 @@ def test_predictions_for_muon(method: str, optimizer: Any) -> None:
         settings = run(v).optimizers[s]
         read.append({})
         numbers = [n for group in settings["param_groups"] for n in group["params"]]
-        for own, number in zip([f"{name}.weight", f"{name}.bias"], numbers, strict=False):
-            w, state = whole.versions[v][own], settings["state"][number]
+        for key, number in zip([f"{name}.weight", f"{name}.bias"], numbers, strict=False):
+            w, state = whole.versions[v][key], settings["state"][number]
             if w.ndim == 2:
                 go = torch_goes_by(state["momentum_buffer"], adjust_lr_fn=settings["param_groups"][0]["adjust_lr_fn"])
             else:
                 paper = method == "xpipe"
                 n = 1 if paper else v
                 go = state["exp_avg"] / (1 - 0.9**n) / ((state["exp_avg_sq"] / (1 - 0.999**n)).sqrt() + 1e-8)
-            read[s][own] = w - (forward[s] * 0.05 * (1.0 + v / 8)) * go
+            read[s][key] = w - (forward[s] * 0.05 * (1.0 + v / 8)) * go
     zero = torch.zeros(())
     h = x @ read[0]["a.weight"].T + read[0].get("a.bias", zero)
     e = h @ read[1]["b.weight"].T + read[1].get("b.bias", zero) - target

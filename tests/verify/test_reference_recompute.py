@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.verify.reference import Reference, ReferenceOrder, train_reference
+from penstock.verify.reference import Reference, ReferenceOrder
 from support import scalar_pipelines as by_hand
+from support.own_methods import train_reference
 from support.reference_cases import PIPEMARE, Times, adamw, assert_equal, half_square, of, sgd
 from support.reference_players import assert_same, bent, played, samples
 from support.scalar_orders import Pass, with_recompute
@@ -255,7 +256,7 @@ def test_recompute_that_does_not_fit(method: str, order: ReferenceOrder, message
         trained(method, bent(2), 1, order=order)
 
 
-@pytest.mark.parametrize("method", ["spectrain", "xpipe", "pipeoptim", "lwp", "lwp-weights", "i-timeprest"])
+@pytest.mark.parametrize("method", ["spectrain", "xpipe", "pipeoptim", "i-timeprest"])
 def test_methods_whose_recompute_nobody_has_defined(method: str) -> None:
     with pytest.raises(CapabilityError, match=f"{method}: it is undefined which weights .* leave recompute out"):
         trained(method, bent(2), 1, order=ReferenceOrder(recompute="block"))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, DataError
-from penstock.verify.reference import train_reference
 from support.cases import BALANCE, FLUSH, METHODS, OPTIMIZERS, cut, make_blocks, token_loss
+from support.own_methods import train_reference
 
 
 class Times(nn.Module):

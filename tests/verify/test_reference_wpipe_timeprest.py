@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError
-from penstock.verify.reference import Reference, ReferenceOrder, train_reference
+from penstock.verify.reference import Reference, ReferenceOrder
+from support.own_methods import train_reference
 from support.reference_cases import BATCHES, Times, adamw, assert_equal, half_square, of, sgd
 from support.reference_players import assert_same, bent, played, referred, samples, trained
 from support.scalar_orders import nf1b, two_groups
@@ -123,8 +124,6 @@ def test_the_second_group_of_wpipe_has_no_delay() -> None:
 @pytest.mark.parametrize(
     ("method", "d", "more", "message"),
     [
-        ("wpipe", 3, {}, "two groups of equally many stages, but the model has 3: use 4"),
-        ("wpipe", 2, {"order": ReferenceOrder([[1], [0]])}, "delays of wpipe do not depend on an order"),
         ("2bw", 2, {"order": ReferenceOrder([[1], [0]])}, "delays of 2bw do not depend on an order"),
         (
             "timeprest",
@@ -136,8 +135,8 @@ def test_the_second_group_of_wpipe_has_no_delay() -> None:
         ("timeprest", 2, {"order": ReferenceOrder([[-1], [0]])}, "none of them below 0"),
         ("i-timeprest", 2, {"options": {"beta": 1.5}}, "beta is 1.5; give a number from 0"),
     ],
-    ids=range(7),
+    ids=range(5),
 )
-def test_what_does_not_fit_wpipe_or_timeprest(method: str, d: int, more: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_2bw_or_timeprest(method: str, d: int, more: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         trained(method, d, 1, **more)

@@ -26,6 +26,7 @@ from penstock.verify.verify import TOLERANCE, verify
 from penstock.weights.decision import LossScale
 from support import verify_faults
 from support.offered_methods import OFFERED
+from support.own_methods import FILES, chosen
 
 TINY = (
     "microbatches=3", "microbatch_size=1", "model.layers=2", "model.width=16", "model.heads=2", "model.context=8",
@@ -81,11 +82,11 @@ def place(found: Verification, kind: str) -> str:
 # --- nothing is wrong -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", sorted(OFFERED.keys() - set(LATER)))
+@pytest.mark.parametrize("method", sorted({*OFFERED, *FILES} - set(LATER)))
 def test_every_method_passes_verification(text: str, method: str) -> None:
     both = 2 if method in ("chimera", "dualpipe", "bitpipe") else 1  # directions, each with a copy of the model
     needs = NEEDS.get(method, [])
-    found = clean(text, f"method={method}", f"microbatches={4 if 'pipe' in method else 3}", *needs)
+    found = clean(text, chosen(method), f"microbatches={4 if 'pipe' in method else 3}", *needs)
     assert found.agrees, found.verdict
     counts = {row.kind: row.reference.compared for row in found.rows}
     parameters = 2 * 6 + 3
@@ -125,7 +126,7 @@ def test_what_the_reference_is_told_about_an_order(text: str, changes: tuple[str
 def test_updates_that_end_after_the_optimizer_s_step_are_refused(text: str, method: str) -> None:
     needs = [] if method == "error-feedback" else MOMENTUM
     with pytest.raises(ConfigError, match="changes weights after the optimizer's step"):
-        clean(text, f"method={method}", "microbatches=3", *needs)
+        clean(text, chosen(method), "microbatches=3", *needs)
 
 
 def test_slices_in_low_precision_are_refused(text: str) -> None:

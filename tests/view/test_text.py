@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from penstock.schedule.build import prove
 from penstock.schedule.methods.table import METHODS
 from penstock.timeline import Interval, Timeline
 from penstock.view.text import draw_timeline, superscript, wrap_schedule
+from support.own_methods import prove
 from support.simulated import simulated
 
 LABEL = r"[A-Z]+e?\d+(?:\.\.\d+)?(?::\d+)?[a-z]?[<>]?"

@@ -14,13 +14,11 @@ from torch.nn import functional as F
 
 from penstock.errors import CapabilityError, ConfigError, ScheduleError
 from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.build import prove
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.method_parsing import written_method
 from penstock.schedule.methods.table import METHODS
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.verify.reference import Scaling
-from penstock.weights.corrections.registry import correction_of
 from support.cases import (
     Case,
     assert_same,
@@ -32,6 +30,7 @@ from support.cases import (
     train_on_ranks,
 )  # fmt: skip
 from support.correction_cases import KINDS, assert_near, case_of, snapshots_of
+from support.own_methods import correction_of, prove, row_of
 from support.pool import Pool
 from support.snapshots import Kept
 
@@ -165,7 +164,7 @@ def test_the_table_says_what_a_correction_keeps(name: str) -> None:
     case = case_of(name, 3, 1, model="matrices")
     stage = next(iter(make_pipeline(case).stages.values()))
     assert stage.weights.corrector is not None
-    said = 0 if name == "pipemare without T2" else CORRECTIONS[stage.weights.corrector.name].buffers
+    said = 0 if name == "pipemare without T2" else row_of(case.method).spec.buffers
     kept = stage.weights.corrector.nbytes + stage.weights.store.bytes_by_role().get("master weights", 0)
     assert kept == said * stage.weights.store.layout.nbytes
 
@@ -201,7 +200,7 @@ def test_a_correction_that_is_missing_or_another_s(method: str) -> None:
     pipeline = make_pipeline(replace(case, method="1f1b"))
     with pytest.raises(ConfigError, match=said):
         pipeline.switch(proof)
-    other = "gap-aware" if method == "nag-pp" else "nag-pp"
+    other = "nag-pp"
     own = METHODS[method].correction
     with pytest.raises(ConfigError, match=rf"{method}: this schedule's method has correction '{own}', but"):
         make_pipeline(replace(case, correction=correction_of(other)))
@@ -252,7 +251,6 @@ def test_options_that_are_not_what_they_take_are_refused(method: str, option: st
     ("written", "said"),
     [
         ("3bw-ahead:horizon=-1", "horizon takes a number of at least 0, or null; got -1"),
-        ("gap-aware:average=1", "average takes a number from 0 to below 1; got 1"),
         ("2bw-ahead:a=1", "set both a and b, or none of them; got a=1, b=None"),
         ("2bw-ahead:motion=1:a=1:b=0", "a and b weigh gradients, but motion=1 repeats the motion"),
     ],

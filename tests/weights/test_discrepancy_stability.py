@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from penstock.options.passes import Staleness
 from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.build import prove
-from penstock.weights.corrections.registry import correction_of
+from support.own_methods import correction_of, prove
 from support.schedules import make_schedule
 
 LATE, UPDATES = 10, 300

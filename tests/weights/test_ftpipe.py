@@ -16,13 +16,12 @@ from penstock.errors import CapabilityError, ConfigError
 from penstock.options.passes import Precision
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
-from penstock.schedule.build import prove
 from penstock.schedule.ir.schedule import Op
 from penstock.weights.corrections.base import StagePlace
-from penstock.weights.corrections.registry import correction_of
 from penstock.weights.decision import LossScale
 from penstock.weights.memory.buffers import Layout
 from penstock.weights.updates.lr_scheduler_table import by_factor
+from support.own_methods import correction_of, prove
 from support.snapshots import Kept
 
 LR, GAMMA, BETA1, BETA2, EPS = 0.05, 0.9, 0.8, 0.95, 1e-8

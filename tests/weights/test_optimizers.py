@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from penstock.errors import CapabilityError
-from penstock.verify.reference import train_reference
 from support.cases import (
     BALANCE,
     METHODS,
@@ -33,6 +32,7 @@ from support.cases import (
     train_on_ranks,
     warm_up,
 )
+from support.own_methods import train_reference
 from support.pool import Pool
 
 

@@ -13,14 +13,12 @@ import torch.distributed as dist
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.schedule.add_options import extend
-from penstock.schedule.build import prove
 from penstock.schedule.text_parser import parse_schedule
 from penstock.schedule.transforms.recompute import with_recompute
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.train.config.load import validate_config
 from penstock.train.prepare.prepare_run import prepare
 from penstock.weights.corrections.pipemare import PipeMare
-from penstock.weights.corrections.registry import correction_of
 from support import snapshots as snapshots_in_memory
 from support.cases import (
     Case,
@@ -32,6 +30,7 @@ from support.cases import (
     together,
     train,
 )
+from support.own_methods import correction_of, prove
 from support.pipemare_player import K, Player, Stage, case_of, changes_of, played
 from support.pool import Pool
 from support.schedules import make_schedule

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.build import prove
-from penstock.verify.reference import train_reference
 from penstock.verify.reference.order_delays import ReferenceOrder
-from penstock.weights.corrections.registry import correction_of
 from support.cases import (
     BALANCE,
     OPTIMIZERS,
@@ -25,6 +22,7 @@ from support.cases import (
     token_loss,
     train,
 )
+from support.own_methods import correction_of, prove, train_reference
 
 RATE, MOMENTUM, FADE, DECAY = 0.05, 0.9, 9, 0.135
 

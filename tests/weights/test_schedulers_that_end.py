@@ -73,8 +73,8 @@ def end_with_a_frozen_front(group: dist.ProcessGroup, method: str, frozen: int) 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(("method", "frozen"), [("1f1b", 2), ("2bw", 1)])
-def test_a_scheduler_that_ends_is_noticed_by_a_first_stage_that_is_frozen(pool: Pool, method: str, frozen: int) -> None:
-    """It has no optimizer, so it asks a rank that has one how the scheduler goes."""
+def test_a_scheduler_that_ends_behind_a_first_stage_that_is_frozen(pool: Pool, method: str, frozen: int) -> None:
+    """The rank of a later stage, which reads ahead, notices."""
     why = "NoRateError: lr_scheduler has no rate for update 6: Tried to step 5 times. "
     for reports, said, batches, last in pool.submit(
         end_with_a_frozen_front, method, frozen, ranks=STAGES, timeout=20.0

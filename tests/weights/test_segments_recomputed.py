@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from penstock.schedule.add_options import extend
-from penstock.schedule.build import prove
 from penstock.schedule.ir.absolute_actions import actions_of
 from penstock.schedule.ir.schedule import Op, Payload
 from penstock.schedule.transforms.recompute import length_of, with_recompute
@@ -22,6 +21,7 @@ from support.cases import (
     make_batches,
     make_pipeline,
 )
+from support.own_methods import prove
 from support.pipemare_player import case_of, changes_of, segments_of
 from support.schedules import make_schedule
 

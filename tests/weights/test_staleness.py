@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.runtime.pipeline import Pipeline
-from penstock.schedule.build import prove
 from penstock.simulate.costs import Costs
 from penstock.simulate.simulate import simulate_schedule
 from penstock.weights.corrections.prediction import horizons
-from penstock.weights.corrections.registry import correction_of
+from support.own_methods import correction_of, prove
 
 CURVATURE, SENSITIVITY = 1.0, 5.0
 

@@ -18,13 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from penstock.errors import CapabilityError, ConfigError, ScheduleError
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.rank.snapshot import Saving, Snapshot
-from penstock.schedule.build import prove
 from penstock.schedule.text_parser import parse_schedule
 from penstock.weights.corrections.blending import Blending
-from penstock.weights.corrections.registry import correction_of
 from penstock.weights.store import VersionStore
 from support.cases import Case, Recording, assert_same, expected, make_batches, make_pipeline, train, train_on_ranks
 from support.grouped import grouped
+from support.own_methods import correction_of, prove
 from support.pool import Pool
 
 METHODS = ("timeprest", "v-timeprest", "i-timeprest")

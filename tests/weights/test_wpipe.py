@@ -30,6 +30,7 @@ from support.cases import (
     train,
     train_on_ranks,
 )
+from support.own_methods import chosen
 from support.pool import Pool
 
 SHAPES = [(1, 2), (2, 1), (2, 3), (4, 2), (4, 4)]
@@ -173,7 +174,7 @@ def test_what_would_have_to_wait_for_both_groups_is_refused(changes: dict[str, A
 )
 def test_a_configuration_is_refused_before_anything_starts(changes: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        prepare(load_config(None, ["method=wpipe", *changes]))
+        prepare(load_config(None, [chosen("wpipe"), *changes]))
 
 
 def test_parameters_that_are_shared_within_a_cut_are_no_hindrance() -> None:

@@ -37,7 +37,7 @@ from penstock.comm.core.ticket import Background, Ticket
 from penstock.errors import CheckpointError, TransportError
 from penstock.guarded_files import make_own_folder, open_regular
 from penstock.runtime.rank.snapshot import Snapshot
-from penstock.stage.checks.tensor_sums import tensor_sums
+from penstock.weights.memory.tensor_sums import tensor_sums
 
 _LOG = logging.getLogger(__name__)
 Part = tuple[int, int]

@@ -34,8 +34,6 @@ _MODULES = {
     "profile": "plans.profile",
     "plan": "plans.plan",
     "scale": "plans.scale",
-    "rehearse": "plans.rehearse",
-    "predicted": "plans.predicted",
 }
 """The module of each command."""
 _RUNS = ("train", "compare")  # what these have done lies in folders

@@ -121,7 +121,7 @@ def _instead(option: str, command: str, known: Collection[str]) -> str:
     if schema is None:
         keys, similar = [], options
     else:
-        keys = suggested_keys(word, schema, cutoff=1.0)  # the same word, or what others call it
+        keys = suggested_keys(word, schema, cutoff=1.0)  # the same word
         similar = {key.rpartition(".")[2]: f"write --set {key}=..." for key in known_keys(schema)} | options
     if keys:
         ways = [f"--{key} ..." if f"--{key}" in known else f"--set {key}=..." for key in keys]

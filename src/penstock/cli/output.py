@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from penstock.errors import ConfigError
-from penstock.guarded_files import check_regular
+from penstock.guarded_files import check_regular, write_whole
 
 
 def print_words(console: Console, text: Text) -> None:
@@ -37,6 +37,23 @@ def check_can_write(*files: Path | None) -> None:
                 check_regular(file)
         except OSError as error:
             raise ConfigError(f"cannot write {str(file)!r}: {error.strerror or error}") from None
+
+
+def write_file(what: str, path: Path, text: str) -> None:
+    """Write a file as a whole.
+
+    Args:
+        what: it is, such as "plan".
+        path: where.
+        text: of it.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise ConfigError(f"cannot write the {what} {str(path)!r}: {error.strerror or error}") from None
 
 
 def say_written(what: str, path: Path, following: str = "") -> None:

@@ -128,6 +128,7 @@ def prove_asked(
     from penstock.simulate.auto_in_flight import choose_in_flight
     from penstock.simulate.costs import of_every_rank
     from penstock.simulate.order_options_from_costs import with_search_options
+    from penstock.train.config.own_schedule import read_own_method
 
     (file, rule, correction), (stages, microbatches) = own, sizes
     if (method is None) == (file is None):
@@ -137,15 +138,16 @@ def prove_asked(
     options, choice = _order_options(changes), None
     if in_flight is not None:
         options["in_flight"] = read_in_flight(in_flight)
-    if file is not None:
+    own_method = None if file is None else read_own_method(str(file), rule, correction)
+    if file is not None and own_method is None:
         proof = _prove_own(file, rule, correction, stages, microbatches, options)
         whole, added = segments is None and sharding is None, sharding or "none"
     else:
-        chosen = written_method(method or "")
-        check_given_once(chosen.name, chosen.options, options)
+        chosen = written_method(method or "") if own_method is None else own_method[1]
+        check_given_once(str(chosen.name), chosen.options, options)
         row = find_method(chosen.name)
-        for what, value, its in (("rule", rule, row.rule), ("correction", correction, row.correction)):
-            if value is not None:
+        for what, value, its in (("rule", rule, row.rule), ("correction", correction, row.spec)):
+            if own_method is None and value is not None:
                 raise ConfigError(f"{what}: method {row.name!r} has its own, {its}; --{what} goes with --file")
         options = with_search_options(chosen.name, order, {**chosen.options, **options}, *costs)
         whole, added = segments is None, str(sharding_of(row, sharding))

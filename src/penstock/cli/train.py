@@ -37,7 +37,7 @@ from penstock.schedule.ir.limits import MOST_BATCHES
 
 if TYPE_CHECKING:
     from penstock.train.config.schema import TrainConfig
-    from penstock.train.prepare.prepare_run import Prepared, RecomputeQuestion
+    from penstock.train.prepare.prepare_run import Prepared
 
 _PRELOAD = __name__, "penstock.view.progress"
 """Imported once for all workers."""
@@ -146,7 +146,9 @@ def _checked(
     from penstock.train.setup.model_shape import check_enough_blocks
 
     file = config if resume is None else _config_of(resume, config)
-    settings = load_config(file, changes, proves=local)  # rank 0 of a job that runs already proves for all
+    settings = load_config(
+        file, changes, proves=local, resumes=resume is not None
+    )  # rank 0 of a job that runs already proves for all
     check_enough_blocks(settings)
     check_surroundings(os.environ, settings.processes)
     say_places(settings)
@@ -182,11 +184,11 @@ def say_places(settings: TrainConfig) -> None:
         print_words(Console(stderr=True), Text(f"{places_in_words(settings.placement, settings.stages)}."))
 
 
-def _choose_recompute(question: RecomputeQuestion) -> object:
+def _choose_recompute(*asked: Any) -> object:
     """Choose what stages recompute."""
-    from penstock.measure.recompute_for_config import chosen_recompute  # imports all that measures
+    from penstock.measure.recompute_choice import choose_for  # imports all that measures
 
-    return chosen_recompute(question)
+    return choose_for(*asked)
 
 
 def _chosen(prepared: Prepared) -> TrainConfig:

@@ -12,16 +12,26 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.schedule.methods.method_parsing import CORRECTION, RULE, written_order
+from penstock.schedule.methods.corrections import CORRECTIONS
+from penstock.schedule.methods.find_method import find_method
+from penstock.schedule.methods.method_parsing import CORRECTION, METHOD, OWN, RULE
 from penstock.train.config.key_reference import Key, described_keys, known_keys
-from penstock.train.config.load import apply_change, validate, with_method_options
-from penstock.train.config.own_schedule import is_file, read_own_schedule, size_fault
+from penstock.train.config.load import (
+    apply_change,
+    validate,
+    with_method_options,
+    with_own_method,
+    with_own_schedule,
+)
+from penstock.train.config.own_schedule import refuse_code
 from penstock.train.config.schema import TrainConfig
 from penstock.train.config.values import MANY, Number
 from penstock.train.config.written_config import flat_config
 
 _OF_A_RUN = ("method", "schedule", "rule", "corrected_by", "seed", "out", "placement", "predicted")
 """Keys of `penstock train` that a comparison sets itself, or has no use for."""
+_OF_METHOD = ("method", "schedule", "rule", "corrected_by", "options", "correction")
+"""Keys that are other ones once a file has been read."""
 _OF_ALL = ("seed", "data", "out")
 """Keys that contenders cannot change, or their results would not be comparable."""
 _SHORT = MappingProxyType({"sync": "sync.batches"})
@@ -124,7 +134,7 @@ def comparison_config(
     Args:
         changes: `key=value`, as after --set.
         given: values of options of their own, which override `changes`; None where an option was not given.
-        files: orders of one's own, with options after colons; they are compared after the methods that are given.
+        files: orders and methods of one's own, with options after colons; they come after the methods that are given.
         values: of a configuration file, which all the others override.
         rule, correction: of those files that name none.
 
@@ -146,7 +156,8 @@ def comparison_config(
     config = validate(ComparisonConfig, _with_defaults(values))
     for key, value in ((RULE, rule), (CORRECTION, correction)):
         if value is not None and not files:
-            raise ConfigError(f"{key}: methods of the table have their own; it is for a --file")
+            row = find_method((config.methods or ["1f1b"])[0].partition(":")[0].strip())
+            raise ConfigError(f"{key}: method {row.name!r} has its own, {getattr(row, key)}; it is for a --file")
     named = [*map(_in_short, config.methods), *config.contenders.items()]
     named += [_of_file(file, rule, correction) for file in files]
     labels = [label for label, _ in named]
@@ -195,43 +206,51 @@ def _in_short(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _of_file(text: str, rule: str | None, correction: str | None) -> tuple[str, dict[str, Any]]:
-    """Return the label of an order of one's own, FILE:option=N:key=VALUE, and the keys that it changes."""
+    """Return the label of an order or a method of one's own, FILE:option=N:key=VALUE, and the keys that it changes."""
     name, options, keys = _divided(text)
     apart = [(RULE, rule), (CORRECTION, correction)]
     options += [f"{key}={said}" for key, said in apart if said and not any(o.startswith(f"{key}=") for o in options)]
+    options = _sorted([part.strip() for option in options for part in option.split(":")])
     values = {"schedule": ":".join([name, *options])}
     return ":".join([Path(name).name, *options, *keys]), _merged(values, _nested(keys))
 
 
 def _read(label: str, keys: Mapping[str, Any], config: ComparisonConfig) -> dict[str, Any]:
-    """Return the keys that a contender changes, with the schedule itself in place of its file.
+    """Return the keys that a contender changes, with the text of the schedule or method in place of its file.
 
     Raises:
-        ConfigError: there is no such method or option; the file cannot be read, or holds a schedule of another size.
+        ConfigError: there is no such method or option; the file cannot be read, or holds a schedule of another size; or
+            the code of a method stands where that of somebody else may.
         ScheduleError: the schedule in it is wrong.
     """
-    text = keys.get("schedule")
-    if not isinstance(text, str):
-        with said_of(label):
+    with said_of(label):
+        if keys.get("schedule") is None:
             return with_method_options(keys)
-    sizes = {key: keys.get(key, getattr(config, key)) for key in ("stages", "microbatches")}
-    read: dict[str, Any] = {"method": None}
-    if is_file(text):
-        written = written_order(text, keys.get("rule"), keys.get("corrected_by"))
-        text = read_own_schedule(written, *sizes.values())
-        read |= {"schedule": text, "rule": None, "corrected_by": written.correction}
-        read["correction"] = dict(written.correcting)
-    if fault := size_fault(text, sizes):
-        raise ConfigError(f"{label}: {fault}")
-    return {**keys, **read}
+        refuse_code(keys["schedule"], "the configuration")
+        values = _merged(config.model_dump(include={*TrainConfig.model_fields}), {"method": None}, keys)
+        values = with_own_method(values)
+        read = with_own_schedule(validate(TrainConfig, values), values)
+    return {**keys, **{key: getattr(read, key) for key in _OF_METHOD}}
 
 
 def _divided(text: str) -> tuple[str, list[str], list[str]]:
     """Divide NAME:option=N:key=VALUE into the name, options of the method or the order, and keys of a run."""
     name, *parts = (part.strip() for part in text.split(":"))
-    known = {*known_keys(), *_SHORT} - {RULE, CORRECTION}
+    known = {*known_keys(), *_SHORT} - {*OWN}
     keys = [part for part in parts if part.partition("=")[0].strip() in known]
-    return name, sorted(part for part in parts if part not in keys), keys
+    return name, _sorted([part for part in parts if part not in keys]), keys
+
+
+def _sorted(options: Sequence[str]) -> list[str]:
+    """Sort options: which method of a file, those of an order, its rule, its correction, those of that."""
+    correction = next((part.partition("=")[2] for part in options if part.startswith(f"{CORRECTION}=")), "")
+    correcting = CORRECTIONS[correction].options if correction in CORRECTIONS else ()
+
+    def place(part: str) -> tuple[bool, bool, bool, bool, str]:
+        name = part.partition("=")[0]
+        return name != METHOD, name in correcting, name == CORRECTION, name == RULE, part
+
+    return sorted(options, key=place)
 
 
 def _nested(keys: Sequence[str]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The folder of a comparison: its description, and a run folder of `penstock train` for every run.
 
-    comparison.json                      schema, data, configuration (with orders of one's own as text, so it does not
-                                         matter what becomes of their files)
+    comparison.json                      schema, data, configuration (with orders and methods of one's own as text, so
+                                         it does not matter what becomes of their files)
     runs/2bw-seed-0-lr-0.003/            one run
 
 A comparison may be interrupted at any time: the same command then continues with the missing runs. Contenders, seeds
@@ -19,7 +19,7 @@ from penstock.compare.config import ComparisonConfig, default_contenders
 from penstock.errors import ConfigError, DataError
 from penstock.guarded_files import write_whole
 from penstock.train.config.load import validate
-from penstock.train.config.own_schedule import schedule_in
+from penstock.train.config.own_schedule import is_same
 from penstock.train.config.written_config import flat_config, on_one_line
 
 SCHEMA = 2
@@ -45,10 +45,10 @@ def joined(config: ComparisonConfig, folder: Path) -> ComparisonConfig:
     before, now = flat_config(there), flat_config(config)
     _refuse({key: (before[key], now[key]) for key in before if key not in _MAY_GROW}, folder)
     for label in there.contenders.keys() & config.contenders.keys():
-        if _comparable(there.contenders[label]) != _comparable(config.contenders[label]):
+        if not _is_same_contender(there.contenders[label], config.contenders[label]):
             raise ConfigError(
-                f"--out {str(folder)!r} has results of another {label}: it has changed since. Give it another name, or "
-                "use another folder"
+                f"--out {str(folder)!r} has results of another {label}: it or its file has changed since. Give it "
+                "another name, or use another folder"
             )
     rated = "lr" in given or "lr" in config.optimizer.model_fields_set
     changes = {
@@ -105,10 +105,12 @@ def _shown(value: Any) -> str:
     return "not set" if value is None else on_one_line(value)
 
 
-def _comparable(keys: dict[str, Any]) -> Any:
-    """Return the keys of a contender as they are read again; of a schedule not the first line, which names its file."""
-    text = keys.get("schedule")
-    return json.loads(json.dumps(keys if text is None else {**keys, "schedule": str(schedule_in(text))}))
+def _is_same_contender(there: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Return whether two contenders change the same keys; of files the text counts, not the name."""
+    text, other = there.get("schedule"), now.get("schedule")
+    if text is not None and other is not None and is_same(text, other):
+        now = {**now, "schedule": text}
+    return bool(there == json.loads(json.dumps(now)))
 
 
 def _read(folder: Path) -> dict[str, Any]:

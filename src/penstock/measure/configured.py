@@ -14,9 +14,9 @@ from torch import nn
 from penstock.comm.core.devices import find_device
 from penstock.comm.core.tensor_group import TensorGroup
 from penstock.job.cpus import Cpus, parts
-from penstock.measure.machine.links import measure_link, sizes_around
-from penstock.measure.machine.local_processes import in_processes
+from penstock.measure.local_processes import in_processes
 from penstock.measure.model_profile import check_microbatch_sizes, measure_blocks, profile_of
+from penstock.measure.this_machine import measure_link, sizes_around
 from penstock.models.gpt_variant import LanguageModel
 from penstock.options.all_options import PipelineOptions
 from penstock.plan.profile.schema import Profile

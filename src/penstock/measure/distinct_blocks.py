@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from penstock.measure.stages.stage_trial import BlockInput, BlockPlace
+from penstock.measure.stage_trial import BlockInput, BlockPlace
 from penstock.partition.blocks import LazyBlock
 from penstock.stage.autograd.saved_bytes import signature
 

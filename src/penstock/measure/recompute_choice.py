@@ -1,6 +1,6 @@
 """Chooses what each stage recomputes: as little as fits into a limit of memory.
 
-The bytes of every stage are measured with one microbatch (`penstock.measure.stages.stage_bytes`), and what every rank
+The bytes of every stage are measured with one microbatch (`penstock.measure.stage_bytes`), and what every rank
 holds is predicted from them and the schedule, to the byte for runs in one process
 (`penstock.simulate.memory.predicted`). Ranks choose one by one, as their memory does not depend on what others
 recompute: of all ways in which a rank's stages may recompute none, their blocks or themselves, the one with the least
@@ -19,8 +19,8 @@ from typing import Any
 
 from penstock.byte_sizes import human_bytes
 from penstock.errors import CapabilityError, ConfigError, PenstockError
-from penstock.measure.stages.stage_bytes import measure_stages
-from penstock.measure.stages.stage_trial import Training
+from penstock.measure.stage_bytes import measure_stages
+from penstock.measure.stage_trial import Training
 from penstock.options.all_options import PipelineOptions
 from penstock.options.parallelism import DataParallel
 from penstock.partition.blocks import LazyBlock, cost_of, is_whole_model, named_blocks
@@ -270,7 +270,7 @@ def _peaks(plans: Sequence[PipelinePlan], sizes: Mapping[int, StageBytes]) -> tu
             options.data_parallel.width,
             options.precision.low is not None,
             frozenset(index for index in range(proof.schedule.num_stages) if recompute.of(index) == "block"),
-            options.staleness.correction_name,
+            options.staleness.spec,
             proof.steady_from + SETTLED,
             combine=options.data_parallel.combine,
             averages=options.update.ema_decay is not None,

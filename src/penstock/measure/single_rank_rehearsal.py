@@ -25,10 +25,10 @@ from penstock.comm.core.tensor_group import TensorGroup
 from penstock.comm.p2p.trees import leaves_of
 from penstock.errors import ConfigError
 from penstock.job.cpus import Cpus
-from penstock.measure.machine.local_processes import in_processes
-from penstock.measure.recompute_for_config import chosen_recompute
-from penstock.measure.stages.stage_inputs import StageInputs
-from penstock.measure.stages.stage_trial import BlockPlace, StageTrial, Training
+from penstock.measure.local_processes import in_processes
+from penstock.measure.recompute_choice import choose_for
+from penstock.measure.stage_bytes import StageInputs
+from penstock.measure.stage_trial import BlockPlace, StageTrial, Training
 from penstock.models.gpt_variant import LanguageModel
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.from_checked_plan import pipeline_of
@@ -136,7 +136,7 @@ def rehearse(config: TrainConfig, rank: int, batches: int = 5) -> Rehearsal:
         WorkerError: one of the processes that share its stages failed.
     """
     check_whole("batches", batches, 1, 1_000_000)
-    prepared = prepare(_alone(config), choose=chosen_recompute)
+    prepared = prepare(_alone(config), choose=choose_for)
     config = config.model_copy(update={"recompute": prepared.config.recompute})
     check_whole("rank", rank, 0, prepared.plan.schedule.ranks - 1)
     threads = config.threads or Cpus.of_this_process().threads(config.processes)

@@ -19,9 +19,6 @@ from penstock.options.updates import UpdateOptions
 from penstock.schedule.transforms.batch_ops import what_decides
 from penstock.weights.decision import Policy
 
-_STATE_AT_UPDATES = frozenset({"none", "2bw-ahead"})
-"""Corrections that look at optimizer states during updates alone."""
-
 
 @dataclass(frozen=True)
 class PipelineOptions:
@@ -54,9 +51,9 @@ class PipelineOptions:
                 f"with combine={combine.kind} parallel pipelines look at optimizer states when they meet, so these "
                 "cannot be in the memory of the host; set offload_optimizer to none"
             )
-        if away != "none" and self.staleness.correction_name not in _STATE_AT_UPDATES:
+        if away != "none" and self.staleness.spec.reads_states:
             raise ConfigError(
-                f"correction {self.staleness.correction_name!r} may look at optimizer states between updates, when "
+                f"correction {self.staleness.spec.name!r} may look at optimizer states between updates, when "
                 f"offload_optimizer={away} has them in the memory of the host; set that to none"
             )
         if self.update.divergence is not None and combine.apart:

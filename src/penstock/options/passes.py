@@ -14,9 +14,10 @@ from penstock.errors import ConfigError
 from penstock.options.sdpa_and_tf32 import Kernels, SdpaName
 from penstock.partition.emulated_delays import Delays
 from penstock.repr_without_defaults import ShortRepr
+from penstock.schedule.methods.corrections import CorrectionSpec, find_correction
 from penstock.schedule.transforms.recompute import Segments
 from penstock.stage.autograd.recompute import RecomputeMode, RecomputeModes, check_recompute
-from penstock.weights.corrections.base import Correction
+from penstock.weights.corrections.base import Correction, correction_spec
 from penstock.weights.decision import LossScale
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
@@ -225,9 +226,9 @@ class Staleness(ShortRepr):
             )
 
     @property
-    def correction_name(self) -> str:
-        """The name of the correction; "none" without one."""
-        return "none" if self.correction is None else self.correction.name
+    def spec(self) -> CorrectionSpec:
+        """The row of the correction; that of "none" without one."""
+        return find_correction("none") if self.correction is None else correction_spec(self.correction)
 
     @property
     def chosen(self) -> bool:

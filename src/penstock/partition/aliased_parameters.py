@@ -6,7 +6,7 @@ them, so the two would part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
@@ -39,27 +39,6 @@ def check_shared_memory(blocks: Mapping[str, Any]) -> None:
                 f"would part as soon as one is stepped; make them one, as in head.weight = embedding.weight, or give "
                 f"{second} memory of its own: nn.Parameter(tensor.clone())"
             )
-
-
-def shared_buffers(blocks: Mapping[str, Any], parts: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Return the names of buffers that several stages have, each with the other stages in words.
-
-    Args:
-        blocks: of the model, by name.
-        parts: names of the blocks of each stage.
-    """
-    holders: dict[int, dict[str, int]] = {}  # by memory: names, and the stages that have them
-    for number, names in enumerate(parts):
-        for prefix, block in ((name, blocks[name]) for name in names):
-            for name, buffer in block.named_buffers(prefix=prefix) if isinstance(block, nn.Module) else ():
-                if _lies(buffer):
-                    holders.setdefault(buffer.untyped_storage()._cdata, {})[name] = number
-    found = {}
-    for stages in (stages for stages in holders.values() if len(set(stages.values())) > 1):
-        for name, own in stages.items():
-            others = sorted({number for number in stages.values() if number != own})
-            found[name] = f"stage {' and '.join(map(str, others))}"
-    return found
 
 
 def _tensors(blocks: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -69,7 +69,7 @@ def _plan_json(planning: Planning, plan: Plan, rank: int) -> dict[str, Any]:
         "limit": {
             "stage": slowest,
             "part": plan.rating.stages[slowest].limit,
-            **({} if plan.excluded is None else {"memory_excludes": vars(plan.excluded)}),
+            **({} if rank > 1 or planning.excluded is None else {"memory_excludes": vars(planning.excluded)}),
         },
         "ratings": {name: finite_or_none(rating.seconds) for name, rating in planning.ratings(plan).items()},
         "stages": [

@@ -25,11 +25,10 @@ from penstock.plan.run_forecast import stages_decide
 from penstock.plan.shared_links import with_shared_links
 from penstock.plan.simulated.candidate_trial import NAME as SIMULATED
 from penstock.plan.simulated.plan_search import simulated_plans
-from penstock.plan.simulated.search_report import NEAREST
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.graph_cost import GraphCost
 from penstock.plan.stages.layer_row import Floats
-from penstock.plan.stages.planned import Plan, PlannedStage, Rating, Search, Skipped
+from penstock.plan.stages.planned import Excluded, Plan, PlannedStage, Rating, Search, Skipped
 
 _PUBLISHED = ("pipedream", "dapple", "spp", "graphpipe", "piper", "mist", "bapipe", "dawnpiper", "pase", "2bw-paper")
 PLANNERS = ("default", *_PUBLISHED)
@@ -101,6 +100,7 @@ class Planning:
         plans: the best one first, rated by the cost function; empty if none fits.
         skipped: classes of candidates that were not looked into.
         left_out: planners that gave no plan, and why.
+        excluded: what memory kept from being the best plan, where that is known.
     """
 
     request: PlanRequest
@@ -108,6 +108,7 @@ class Planning:
     plans: tuple[Plan, ...]
     skipped: tuple[Skipped, ...]
     left_out: Mapping[str, str]
+    excluded: Excluded | None = None
 
     def ratings(self, plan: Plan) -> dict[str, Rating]:
         """Return what every cost function says of a plan; those that cannot rate it are left out."""
@@ -131,13 +132,13 @@ def make_plan(request: PlanRequest) -> Planning:
     sizes = sizes_for(request)
     if request.cost == SIMULATED:
         decide = stages_decide(request.profile)
-        plans, refused = simulated_plans(sizes, request.devices, decides=decide, methods=request.methods)
-        if request.devices.shares_link and not request.devices.kinds:
-            plans = with_shared_links(plans, request.profile, request.devices)
-        said = next((each.bound for each in refused if each.what == NEAREST), "see what was skipped, and why")
-        refused = [each for each in refused if each.what != NEAREST]
-        why = {} if plans else {"default": f"no plan fits: {said}"}
-        return Planning(request, sizes, tuple(plans), tuple(refused), why)
+        answer = simulated_plans(sizes, request.devices, decides=decide, methods=request.methods)
+        why = {} if answer.plans else {"default": answer.why}
+        planning = Planning(request, sizes, answer.plans, answer.skipped, why, answer.excluded)
+        if not request.devices.shares_link or request.devices.kinds:
+            return planning
+        shared = with_shared_links(answer.plans, request.profile, request.devices)
+        return replace(planning, plans=tuple(shared), excluded=None)  # which was not simulated so
     names = [request.planner]
     if request.planner == "default":  # others search for other costs, and cannot be better by this one
         names += dict.fromkeys((request.cost or "", "2bw-paper"))
@@ -183,7 +184,7 @@ def with_cost(request: PlanRequest) -> PlanRequest:
         raise CapabilityError(
             f"plans with tensor_parallel={parts}, with which the profile was measured, are not offered yet: planners "
             "would try what does not go with it; plan with a profile without it, or predict runs of your own choice: "
-            "penstock rehearse before them, penstock predicted after them"
+            "penstock profile --rehearse before them, penstock profile FILE --check RUN after them"
         )
     for what, name, known in (("planner", request.planner, PLANNERS), ("cost", request.cost, (*COSTS, None))):
         if name not in known:

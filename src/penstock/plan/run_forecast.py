@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -174,19 +173,14 @@ def _costs(schedule: Schedule, graph: LayerGraph, settings: RunSettings, devices
             f"backwards of {settings.method} come in two halves, which the profile does not tell apart; take one that "
             "penstock profile has measured"
         )
-    forward, first, second = (np.diff(sums[cuts]) for sums in passes)
-    first = first + forward * np.array(settings.recompute)
     stages, ranks = schedule.num_stages, _ranks_of_stages(schedule)
     borders = [(s, pair) for s in range(1, stages) for pair in zip(ranks[s - 1], ranks[s], strict=True)]
     borders = [(stage, pair) for stage, pair in borders if len(set(pair)) > 1]
     between, links = sorted({stage for stage, _ in borders}), rank_links(devices, settings.numbers)
     crossing = chain.crossing[cuts[np.array([stage for stage, _ in borders], int)]] / schedule.slices
     transfer, slices = crossing / links.along([pair for _, pair in borders]), schedule.slices
-    work = partial(devices.message_work, ranks=settings.stages * settings.width)
-    there, back = chain.work_of_messages(cuts, between, lambda nbytes: work(nbytes / slices) * slices)
-    pause = devices.between * slices
-    forward, first = forward + there + pause, first + back + pause
-    second = second + devices.between if halved else second
+    where = cuts, np.array(settings.recompute), between, devices, settings.stages * settings.width
+    forward, first, second = chain.stage_times(passes, *where, slices=slices)
     holders, divided = settings.width * schedule.directions, schedule.sharding != REPLICATED
     parameters = float(chain.parameters[cuts[:-1], cuts[1:]].max())
     steps = np.diff(chain.steps[cuts]) / (holders if divided else 1)

@@ -29,12 +29,10 @@ _MOST_PASSES = 1 << 11  # forwards of a batch of a pipeline; all is played in th
 
 
 def with_shared_links(plans: Sequence[Plan], profile: Profile, devices: Devices) -> list[Plan]:
-    """Return plans that were found by simulation, with the times of shared links, the fastest first.
-
-    What memory excludes was not simulated so, and is left out.
-    """
-    found = [replace(_simulated_again(plan, profile, devices), excluded=None) for plan in plans]
-    return sorted(found, key=lambda plan: plan.seconds_per_sample)
+    """Return plans that were found by simulation, with the times of shared links, the fastest first."""
+    return sorted(
+        (_simulated_again(plan, profile, devices) for plan in plans), key=lambda plan: plan.seconds_per_sample
+    )
 
 
 def _simulated_again(plan: Plan, profile: Profile, devices: Devices) -> Plan:

@@ -23,9 +23,7 @@ from penstock.options.passes import Precision, PrecisionName, Recompute, Stalene
 from penstock.options.run import Device, Group, RunOptions
 from penstock.options.updates import Divergence, UpdateOptions
 from penstock.partition.blocks import Blocks, check_same_blocks, named_blocks
-from penstock.runtime.attribute_hints import UserAdvice, names_checked
 from penstock.runtime.data.batch_source import Batches, inputs_alone
-from penstock.runtime.data.microbatches import warn_of_short_end
 from penstock.runtime.engine.lifecycle import between_runs
 from penstock.runtime.execute.evaluation_without_draining import Evaluating, check_evaluating
 from penstock.runtime.plan.plan import UnprovenPlan
@@ -43,13 +41,12 @@ from penstock.schedule.proof.proof import Proof
 from penstock.stage.autograd.recompute import RecomputeMode
 from penstock.stage.blocks.loss import LossFunction, check_loss
 from penstock.weights.corrections.base import Correction
-from penstock.weights.optim.instance_instead_of_factory import refuse_instances
-from penstock.weights.optim.optimizer_factory import OptimizerFactory
+from penstock.weights.optim.optimizer_factory import OptimizerFactory, refuse_instances
 from penstock.weights.update_hooks import UpdateHook
 from penstock.weights.updates.lr_scheduler_table import SchedulerFactory
 
 
-class Pipeline(SavedStates, UserAdvice):
+class Pipeline(SavedStates):
     """A model that is divided into stages and trained by a method of pipeline parallelism.
 
         pipeline = Pipeline(
@@ -57,6 +54,14 @@ class Pipeline(SavedStates, UserAdvice):
         )
         for report in pipeline.run(loader):
             ...
+
+    While a run is under way, the pipeline owns the modules, optimizers and batches that it was given: batches overlap,
+    weights have several versions, and updates are not in step with the loop over reports. In the loop read what you
+    like, and set attributes of modules; what changes weights, gradients, optimizers or what is trained goes into an
+    option (`max_grad_norm`, `lr_scheduler`), a hook of an optimizer, or between two runs, where all of it is yours. A
+    batch is not written into once it was yielded. Between processes each has the trained weights of its own stages:
+    `full_state_dict` has all of them. Only weights and gradients written in the loop, rates set there, and a loader
+    that refills its first batch are noticed; nothing else of the kind is.
 
     Args:
         blocks: the model, with an `example`. It is divided into blocks (`parts`), and its parameters keep their names.
@@ -208,7 +213,6 @@ class Pipeline(SavedStates, UserAdvice):
 
     # --- running ----------------------------------------------------------------------------------------------------
 
-    @names_checked
     def run(self, batches: Batches, *, save: Saving | None = None, evaluate: Evaluating | None = None) -> TrainingRun:
         """Train on batches, and yield a report for each.
 
@@ -220,8 +224,8 @@ class Pipeline(SavedStates, UserAdvice):
         each parallel pipeline, which differ by one sample at most (`Whole` and `Microbatches` say what is not). A list
         of that many pairs (input, target) is taken as microbatches. Of two pairs, a tuple is a whole batch, a list of
         two tuples is two microbatches, and another list is refused. Between processes, every rank passes the same
-        batches. Each batch has tensors of its own, since the next one is read while this one is trained on: a loader
-        that refills the same ones is refused (``((x.clone(), y.clone()) for x, y in loader)`` helps).
+        batches. Each batch has tensors of its own, since the next one is read while this one is trained on: for a
+        loader that refills the same ones ``((x.clone(), y.clone()) for x, y in loader)`` helps.
 
         Losses become known while later microbatches are under way, so updates are not in step with the loop. The run
         ends when the data ends or `stop` was called. Leaving the loop, an exception of the data's iterator and Ctrl-C
@@ -243,8 +247,8 @@ class Pipeline(SavedStates, UserAdvice):
             DataError: a batch cannot be split. As with whatever else the data's iterator raises, all batches before it
                 have been trained on and reported by then, and the pipeline is as good as after any run; ranks that
                 could read it raise a DataError, too. The same holds of an evaluation, after the batches under way. Or
-                ranks have other numbers of batches. Or the loader has written into a batch under way; then the pipeline
-                is broken.
+                ranks have other numbers of batches. Or the loader has written into the first batch while it was read;
+                then the pipeline is broken.
             ConfigError: `lr_scheduler` has no rate for the update of a batch; as with a batch that cannot be split, but
                 all ranks raise it. Or, when the run begins, no parameter of the model is trained, or parameters or
                 blocks have come, gone, or begun or ceased to be trained since the pipeline was made, or a process is to
@@ -257,7 +261,6 @@ class Pipeline(SavedStates, UserAdvice):
         """
         check_same_blocks(*self._given)
         self._sharing.check()
-        warn_of_short_end(batches, self.grid.width * self.schedule.microbatches)
         if save is not None:
             check_saving(save)
         if evaluate is not None:
@@ -291,7 +294,7 @@ class Pipeline(SavedStates, UserAdvice):
                 model; on the other ranks a DataError.
         """
         check_same_blocks(*self._given)
-        total, weight, numbers = self._spans.evaluate(batches, averaged)
+        total, weight, numbers, _ = self._spans.evaluate(batches, averaged)
         return with_numbers(Evaluation(total / weight, weight), numbers) if weight else None
 
     def predict(self, batches: Batches, *, averaged: bool = False) -> Iterator[Any]:

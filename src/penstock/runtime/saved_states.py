@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from penstock.checks import in_brief
 from penstock.errors import ConfigError
-from penstock.runtime.data.resumed_data_check import DATA
 from penstock.runtime.engine.lifecycle import between_runs
 from penstock.runtime.rank.snapshot import Saving, Snapshot
 from penstock.runtime.restore.restore_together import restore_all
@@ -42,8 +41,6 @@ class SavedStates(Switching):
             snapshot.own()
         known = self._adaptations.state()
         snapshot.facts.update({IN_FLIGHT: known} if known else {})
-        place = self._engine.position.state()
-        snapshot.facts.update({DATA: place} if place else {})
         prediction = self._prediction()
         snapshot.facts.update({PREDICTION: prediction} if prediction else {})
         sink(snapshot)
@@ -52,10 +49,10 @@ class SavedStates(Switching):
     def load(self, saved: SavedState) -> None:
         """Continue from a saved state, bit for bit; it may be of another depth, width or method.
 
-        The data of the next run are those that follow; a warning says so where they begin again with the first batch
-        that was trained on. Under another method, training begins with the newest weights of the state, as after a
-        synchronous run, and takes older versions over as `switch` does. A parameter that was frozen then and is not now
-        has the state of an optimizer that is new to it; one that is frozen now has its newest weights.
+        The data of the next run are those that follow (``itertools.islice(loader, pipeline.batches, None)``, if it
+        goes through them in one order). Under another method, training begins with the newest weights of the state, as
+        after a synchronous run, and takes older versions over as `switch` does. A parameter that was frozen then and is
+        not now has the state of an optimizer that is new to it; one that is frozen now has its newest weights.
         `Checkpoints.load` calls this. Between processes all ranks call it together: with sharding each reads the rows
         that it owns, and has the others from those that have read them.
 
@@ -72,7 +69,6 @@ class SavedStates(Switching):
         check_names(saved, self._given[1])
         check_pipelines(saved, self.combine, self.grid.width)
         self._adaptations.load(saved.facts.get(IN_FLIGHT, {}))
-        self._engine.position.load(saved.facts.get(DATA, {}))
         self._adopt()
         self._held.loaded()
         older = min(saved_older(saved, self._prediction()), RULES[self.schedule.rule].delay)

@@ -28,7 +28,9 @@ from penstock.schedule.ir.schedule import Action, Op, Schedule, format_action, p
 from penstock.schedule.ir.sharding import Sharding, read_sharding
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.compatibility import compatible, sharding_of
+from penstock.schedule.methods.corrections import CorrectionSpec
 from penstock.schedule.methods.find_method import find_method
+from penstock.schedule.methods.method import Method
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.orders import ASK_LINKS, CHAINS, IN_ARRAYS, ORDERS
 from penstock.schedule.orders.without_auto import auto_refused
@@ -43,7 +45,7 @@ from penstock.schedule.transforms.sharding import with_sharding
 
 
 def prove(
-    method: str | OrderFunction,
+    method: str | Method | OrderFunction,
     stages: int,
     microbatches: int,
     *,
@@ -71,8 +73,9 @@ class ScheduleRequest:
     microbatches, if it fails, as long as many proofs; so whatever else may be wrong is best looked for before.
 
     Attributes:
-        method: a row of the method table, or a function (stages, microbatches) -> order, which may return an `Order`
-            or simply, per rank, the passes of one flushed batch as text: ``["F0 F1 B0 B1", "F0 B0 F1 B1"]``.
+        method: a row of the method table, by its name or itself, or a function (stages, microbatches) -> order, which
+            may return an `Order` or simply, per rank, the passes of one flushed batch as text: ``["F0 F1 B0 B1", "F0 B0
+            F1 B1"]``.
         stages: d, the number of stages of the model.
         microbatches: m, microbatches per batch.
         rule: another version rule than the method's (for a function: "flush" unless told otherwise).
@@ -86,7 +89,7 @@ class ScheduleRequest:
             also with options, as in "full:weights=3"; that of the method if None.
     """
 
-    method: str | OrderFunction
+    method: str | Method | OrderFunction
     stages: int
     microbatches: int
     rule: str | None = None
@@ -188,7 +191,7 @@ _WHY_MORE = {
 
 
 def smallest_microbatches(
-    method: str | OrderFunction,
+    method: str | Method | OrderFunction,
     stages: int,
     *,
     rule: str | None = None,
@@ -230,7 +233,7 @@ def _in_flight(order: object, stages: int, options: Options) -> int:
 
 def _build(asked: ScheduleRequest) -> Schedule:
     method, order, rule = asked.method, asked.order, asked.rule
-    choices: tuple[str, ...] = ()
+    choices: tuple[str | CorrectionSpec, str] = ("none", "reduce")
     limit, sharding = None, asked.sharding
     if callable(method):
         name, function, rule_name = getattr(method, "__name__", "order"), order or method, rule or "flush"

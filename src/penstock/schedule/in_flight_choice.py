@@ -83,8 +83,8 @@ class InFlightChoice:
 
 
 def asked_order(request: ScheduleRequest) -> str:
-    """Return the name of the order of a request for a method by its name."""
-    assert isinstance(request.method, str)
+    """Return the name of the order of a request for a method whose order has one."""
+    assert not callable(request.method)
     order = request.order or find_method(request.method).order
     assert isinstance(order, str)
     return order

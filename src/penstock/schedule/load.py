@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 import sys
@@ -10,6 +9,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from penstock.checks import in_words
@@ -19,6 +19,8 @@ from penstock.schedule.add_options import extend
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
 from penstock.schedule.ir.schedule import Schedule
+from penstock.schedule.methods.find_method import find_method
+from penstock.schedule.methods.method import Method
 from penstock.schedule.proof.proof import Proof
 from penstock.schedule.text_parser import parse_schedule
 from penstock.schedule.torch_csv import from_torch_csv
@@ -155,19 +157,7 @@ def load_function(path: Path) -> OrderFunction:
     Raises:
         ConfigError: the file cannot be imported, or it is ambiguous which of its functions is the order.
     """
-    spec = importlib.util.spec_from_file_location(f"penstock order in {path.stem}", path)
-    if spec is None or not os.path.isfile(path):  # unlike Path.is_file, False for a name that is too long
-        raise ConfigError(f"there is no Python file {str(path)!r}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    try:
-        # Not from bytecode, which would lie beside it, and might be that of a second ago.
-        code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-        exec(code, vars(module))
-    except (Exception, SystemExit) as error:
-        raise ConfigError(_failure(path, error)) from error
-    finally:
-        del sys.modules[spec.name]
+    module = _run(path, _source_of(path))
     own = {
         name: value
         for name, value in vars(module).items()
@@ -179,6 +169,65 @@ def load_function(path: Path) -> OrderFunction:
         held = f"it holds {in_words(own, 'and')}; call one of them order" if own else "it holds none"
         raise ConfigError(f"{path} must hold a function order(stages, microbatches) that returns an order; {held}")
     return found
+
+
+def load_method(path: Path | str, name: str | None = None) -> Method:
+    """Import a Python file and return the method in it.
+
+    Args:
+        path: a file in which a `Method` stands.
+        name: of the method, if there are several.
+
+    Raises:
+        ConfigError: the file cannot be imported, or holds no method, or several, and none is named.
+    """
+    path = Path(path)
+    return method_in(path, _source_of(path), name)
+
+
+def method_in(path: Path, source: str | bytes, name: str | None = None) -> Method:
+    """Return the method in the text of a Python file; arguments and errors as of `load_method`."""
+    held = {value.name: value for value in vars(_run(path, source)).values() if isinstance(value, Method)}
+    if name is not None and name not in held:
+        raise ConfigError(f"{path} holds no method {name!r}; it holds {in_words(held, 'and') if held else 'none'}")
+    if name is None and len(held) != 1:
+        first = next(iter(held), None)
+        several = f"{in_words(held, 'and')}; choose one: {path}:method={first}" if held else "none"
+        raise ConfigError(f"{path} is to hold a penstock.Method; it holds {several}")
+    return find_method(held[name or next(iter(held))])
+
+
+def source_of_method(path: Path) -> str | None:
+    """Return the text of a Python file that holds a method; None if it holds none, but an order perhaps.
+
+    Raises:
+        ConfigError: the file cannot be imported.
+    """
+    source = _source_of(path)
+    if not any(isinstance(value, Method) for value in vars(_run(path, source)).values()):
+        return None
+    return source.decode()
+
+
+def _source_of(path: Path) -> bytes:
+    if path.suffix != ".py" or not os.path.isfile(path):  # unlike Path.is_file, False for a name that is too long
+        raise ConfigError(f"there is no Python file {str(path)!r}")
+    return path.read_bytes()
+
+
+def _run(path: Path, source: str | bytes) -> ModuleType:
+    """Import the text of a Python file."""
+    module = ModuleType(f"penstock order in {path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    try:
+        # Not from bytecode, which would lie beside it, and might be that of a second ago.
+        exec(compile(source, str(path), "exec", dont_inherit=True), vars(module))
+    except (Exception, SystemExit) as error:
+        raise ConfigError(_failure(path, error)) from error
+    finally:
+        del sys.modules[module.__name__]
+    return module
 
 
 def _failure(path: Path, error: BaseException) -> str:

@@ -41,7 +41,7 @@ def asks_for_auto(given: object) -> bool:
     """
     if not isinstance(given, ScheduleRequest) or given.options.get("in_flight") not in (AUTO, AUTO_DELAYED):
         return False
-    if not isinstance(given.method, str) or callable(given.order):
+    if callable(given.method) or callable(given.order or find_method(given.method).order):
         return False
     order = asked_order(given)
     what = f"method {given.method}" if given.order is None else f"order {order}"
@@ -159,7 +159,7 @@ def _by_batch(request: ScheduleRequest, wanted: int, in_a_batch: float, *, limit
 
 
 def _rule(request: ScheduleRequest) -> VersionRule:
-    assert isinstance(request.method, str)
+    assert not callable(request.method)
     return RULES[request.rule or find_method(request.method).rule]
 
 
@@ -207,7 +207,7 @@ def later_with(request: ScheduleRequest) -> str:
     Empty where they are not, and where the request leaves them to the order, or to what links ask for.
     """
     given = request.options.get("in_flight")
-    if not isinstance(request.method, str) or not isinstance(given, int | Sequence) or isinstance(given, str):
+    if callable(request.method) or not isinstance(given, int | Sequence) or isinstance(given, str):
         return ""
     if _rule(request).flushes or ORDERS[asked_order(request)] not in CHAINS:
         return ""

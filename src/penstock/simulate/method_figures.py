@@ -15,10 +15,9 @@ from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.order import NO_OPTIONS, Options
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.version_rules import RULES
-from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.method import Method
 from penstock.schedule.methods.table import METHODS
-from penstock.schedule.orders import ASK_LINKS, CHAINS, ORDERS
+from penstock.schedule.orders import ASK_LINKS, CHAINS
 from penstock.schedule.proof.proof import Proof
 from penstock.simulate.auto_in_flight import choose_in_flight
 from penstock.simulate.costs import Costs, StageCost
@@ -67,7 +66,7 @@ def figures_of_methods(
 
 def _options(method: Method, costs: Costs, numbers: int | tuple[int, ...] | str | None) -> Options:
     """Return the options of a method's order that the links ask for."""
-    order = ORDERS[method.order]
+    order = method.order_function
     auto = order in ASK_LINKS and not RULES[method.rule].provisional
     chooses = order in CHAINS if isinstance(numbers, int | tuple) else numbers and auto
     options = {"in_flight": numbers} if chooses else NO_OPTIONS
@@ -169,6 +168,6 @@ def derived_facts(rows: Iterable[Method], stages: int, microbatches: int, links:
 
 def _without_figures(method: Method) -> MethodFacts:
     """Return what a row has from the table of methods itself."""
-    named = method.name, method.title, method.source, method.order, method.rule, method.correction
+    named = method.name, method.title, method.source, str(method.order), method.rule, method.spec.name
     levels = [level.value for level in method.shardings]
-    return MethodFacts(*named, method.sharding, levels, CORRECTIONS[method.correction].buffers)
+    return MethodFacts(*named, method.sharding, levels, method.spec.buffers)

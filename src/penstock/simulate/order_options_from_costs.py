@@ -12,6 +12,7 @@ from fractions import Fraction
 
 from penstock.schedule.ir.order import Options, order_options
 from penstock.schedule.methods.find_method import find_method
+from penstock.schedule.methods.method import Method
 from penstock.schedule.orders import ORDERS
 from penstock.simulate.costs import Costs
 
@@ -21,7 +22,9 @@ _LARGEST = 1_000_000
 """No time becomes a larger number: then it is rounded, to six digits."""
 
 
-def with_search_options(method: str, order: str | None, given: Options, costs: Costs, ranks: int) -> dict[str, int]:
+def with_search_options(
+    method: str | Method, order: str | None, given: Options, costs: Costs, ranks: int
+) -> dict[str, int]:
     """The options of an order, with those that tell a search the costs.
 
     Args:
@@ -38,7 +41,7 @@ def with_search_options(method: str, order: str | None, given: Options, costs: C
     Raises:
         ConfigError: there is no such method.
     """
-    function = ORDERS.get(order or find_method(method).order)
+    function = ORDERS.get(order) if order else find_method(method).order_function
     known = {} if function is None else order_options(function)
     found = dict(given)
     if not set(_PASSES) <= known.keys():

@@ -10,9 +10,17 @@ import torch
 from torch import Tensor
 
 from penstock.comm.p2p.trees import detached
+from penstock.partition.replay.model_stages import ModelStage
 from penstock.stage.autograd.activation_offload import ActivationOffload
 from penstock.stage.autograd.forward_graph import Graph
-from penstock.stage.autograd.recompute import BufferPlace, RecomputeInput, RecomputeInputSaver, copied_buffers, put_back
+from penstock.stage.autograd.recompute import (
+    BufferPlace,
+    RecomputeInput,
+    RecomputeInputSaver,
+    copied_buffers,
+    frames_of,
+    put_back,
+)
 from penstock.stage.blocks.loss import UnreadLoss
 from penstock.stage.blocks.module import StageModule
 from penstock.stage.graph_builder import BlockOutput, GraphBuilder, value_of
@@ -73,6 +81,7 @@ class StageGraphs:
         self._known, self._splits, self._side = builder.known, builder.splits, builder.side
         self._inputs = RecomputeInputSaver(module.blocks, module.where, saves_inputs, lambda: module.rng.drawing)
         self._before: Mapping[BufferPlace, Tensor] | None = None  # the buffers, before the first draft
+        self._frames: Mapping[ModelStage, Any] = {}  # likewise, what code between layers finds
         self._capturer: Capturer | None = None
 
     def forward(
@@ -125,12 +134,15 @@ class StageGraphs:
         """Save the module buffers before a forward on weights not decided on yet, which may have to be undone."""
         if self._before is None:
             self._before = copied_buffers(self._blocks.values())
+            self._frames = frames_of(self._blocks.values())
 
     def discard_drafts(self, work: Iterable[Graph | RecomputeInput]) -> None:
         """Free the graphs of forwards on rejected weights and restore the module buffers from before them."""
         for piece in work:
             self.hold(-piece.nbytes)
         put_back(self._before or {}, self._blocks.values())
+        for stage, found in self._frames.items():
+            stage.restore(found)
 
     def accept_drafts(self) -> None:
         """Forget the saved module buffers: the weights are decided on, or the drafts were discarded."""

@@ -147,8 +147,7 @@ class GraphBuilder:
         module, first = self._module, key not in self._saved
         writes = None
         if first:
-            bound = module.tensors.bound
-            writes = ForwardWrites(module.where, bound, module.shared_buffers, module.blocks, opened.values())
+            writes = ForwardWrites(module.where, module.tensors.bound, opened.values())
         if counter is None and splitting is None:
             output, total, loss = self.compute(names, microbatch, value)
         else:
@@ -227,7 +226,7 @@ class GraphBuilder:
         return (
             (kept, output[1]) if microbatch.piece else kept,
             total,
-            UnreadLoss(unread(total), weight, module.weighed.numbers),
+            UnreadLoss(unread(total), weight, module.weighed.numbers, module.weighed.size),
         )
 
     def seed(self, total: Tensor, scale: float) -> Tensor:

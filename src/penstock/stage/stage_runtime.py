@@ -31,7 +31,7 @@ class StageRuntime:
         place: of the stages that hold the same weights, in this pipeline and in parallel ones, the first (0), the
             second, and so on.
         absent: what modules have while weights are not whole; None where they always are.
-        frozen_sums: of its frozen parameters, when a snapshot was last taken (`penstock.stage.checks.tensor_sums`).
+        frozen_sums: of its frozen parameters, when a snapshot was last taken (`penstock.weights.memory.tensor_sums`).
     """
 
     key: Stage

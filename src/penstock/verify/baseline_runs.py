@@ -48,10 +48,9 @@ def run_reference(prepared: Prepared, count: int) -> tuple[Reference, WatchedFac
         tied=prepared.model.tied or {} if num_stages > 1 else {},
         precision=low_precision(config.precision),
         boundary=boundary_format(config.boundary_gradients),
-        options=reference_options(plan.options.staleness.correction, config.row.rule),
-        order=order_of(
-            "" if "in_flight" in config.options else config.row.order, plan.plain, config.recompute, config.segments
-        ),
+        options=reference_options(plan.options.staleness.correction),
+        order=order_of(config.row, plan.plain, config.recompute, config.segments, usual=not config.options),
+        equations=config.row.reference,
     )
     return result, watch
 

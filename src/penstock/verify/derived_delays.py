@@ -8,29 +8,39 @@ from penstock.errors import CapabilityError
 from penstock.schedule.add_options import extend
 from penstock.schedule.ir.schedule import Op, Schedule, passes
 from penstock.schedule.ir.version_rules import RULES, Source
+from penstock.schedule.methods.method import Method
 from penstock.schedule.transforms.recompute import Segments
 from penstock.verify.reference.order_delays import USUAL, ReferenceOrder
 
-KNOWN = ("endless-1f1b", "wpipe")
-"""Orders whose delays the reference knows; it also knows those of version rules that do not depend on the order."""
+KNOWN = "endless-1f1b"
+"""The order whose delays the reference knows; it also knows those of version rules that do not depend on the order."""
 
 
 def order_of(
-    order: str, schedule: Schedule, recompute: str | Sequence[str] = "none", segments: Segments = 1
+    method: Method,
+    schedule: Schedule,
+    recompute: str | Sequence[str] = "none",
+    segments: Segments = 1,
+    *,
+    usual: bool = True,
 ) -> ReferenceOrder:
     """Describe a schedule's order for the reference, as numbers of updates between passes.
 
     Args:
-        order: its name in `penstock.schedule.orders.ORDERS`; empty where it has other numbers than usual in flight.
+        method: whose order it has.
         schedule: without RECOMPUTE actions.
         recompute, segments: as in `penstock.runtime.pipeline.Pipeline`.
+        usual: whether the order has its usual numbers of microbatches in flight, and other options.
 
     Raises:
         CapabilityError: stages recompute differently under a rule where that changes what passes read.
     """
     rule = RULES[schedule.rule]
-    depends = rule.forward is not Source.BATCH and order not in KNOWN
-    delays = _updates_before_own(schedule, Op.F) if depends else None
+    delays = None
+    if method.delays is not None and usual:
+        delays = method.delays(schedule.num_stages, schedule.microbatches)
+    elif rule.forward is not Source.BATCH and not (usual and method.order == KNOWN):
+        delays = _updates_before_own(schedule, Op.F)
     if recompute == "none" or rule.recompute is not Source.NEWEST:
         return USUAL._replace(delays=delays)  # a recomputed forward reads the same weights, so it changes nothing
     if not isinstance(recompute, str):

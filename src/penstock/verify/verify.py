@@ -22,7 +22,7 @@ import torch
 from penstock.comm.core.devices import find_device, is_accelerator
 from penstock.errors import ConfigError
 from penstock.job.cpus import Cpus
-from penstock.measure.recompute_for_config import chosen_recompute
+from penstock.measure.recompute_choice import choose_for
 from penstock.schedule.ir.schedule import Op, Schedule, Stage
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES
@@ -33,8 +33,6 @@ from penstock.verify.differences import Comparisons
 from penstock.verify.report import ReportRow, Verification
 from penstock.verify.tensor_parallel_run import run_in_processes
 from penstock.verify.watched_run import WatchedRun
-from penstock.weights.corrections.error_feedback import ErrorFeedback
-from penstock.weights.corrections.pipelined_backprop import PipelinedBackprop
 from penstock.weights.optim.optimizer_adapters import takes_rows
 
 TOLERANCE = 1e-5
@@ -54,12 +52,11 @@ def verify(config: TrainConfig, count: int) -> Verification:
     """
     _check_comparable(config)
     local, left_out = config.tensor_parallel > 1, _no_plain(config)
-    prepared = prepare(config, local=local, choose=chosen_recompute)
-    correction = prepared.plan.options.staleness.correction
-    if isinstance(correction, ErrorFeedback) or (isinstance(correction, PipelinedBackprop) and correction.spike):
+    prepared = prepare(config, local=local, choose=choose_for)
+    if config.row.spec.rewrites:
         raise ConfigError(
             f"method {config.row.name!r} changes weights after the optimizer's step, where verify cannot observe it; "
-            "Penstock's tests compare it with its reference. Verify the method it builds on: 2bw, newest or lwp"
+            "Penstock's tests compare it with its reference. Verify the method it builds on, such as 2bw or newest"
         )
     low = next((name for name in (config.precision, config.boundary_gradients) if name not in ("fp32", "same")), None)
     apart = "slices of sequences" if prepared.plan.schedule.slices > 1 else "parts of stages" if local else None
@@ -129,7 +126,7 @@ def _allowed(prepared: Prepared) -> float:
     if schedule.slices > 1 or prepared.config.tensor_parallel > 1:
         # Other sums; the first steps of Adam magnify that in gradients near zero.
         return 10 * TOLERANCE
-    if prepared.config.row.correction == "gap-aware":  # a gap is the difference of weights that are nearly the same
+    if not prepared.config.row.spec.exact:
         return 10 * TOLERANCE
     rounds = not _sums_in_order(schedule) or not _summed_once(schedule)  # the same sums in another order
     rounds |= prepared.config.compile  # fused operations round once

@@ -50,6 +50,7 @@ class Share(NamedTuple):
         missing: of how many numbers `squares` is, taken from those that a stage trains, which its first holder adds; so
             zero over all stages, and a gradient that is left out of the norm is noticed.
         numbers, evaluated_numbers: beside the two losses (`packed_numbers`), from the last stages.
+        size: of how many elements of each sample the loss is the mean, from the last stage; NaN in a sum of others.
     """
 
     squares: float = 0.0
@@ -63,6 +64,7 @@ class Share(NamedTuple):
     missing: float = 0.0
     numbers: tuple[float, ...] = _NO_NUMBERS
     evaluated_numbers: tuple[float, ...] = _NO_NUMBERS
+    size: float = 0.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -174,7 +176,28 @@ def add_shares(shares: Sequence[Share]) -> Share:
         math.fsum(share.missing for share in shares),
         tuple(map(math.fsum, zip(*(share.numbers for share in shares), strict=True))),
         tuple(map(math.fsum, zip(*(share.evaluated_numbers for share in shares), strict=True))),
+        common_size([share.size for share in shares]),
     )
+
+
+def common_size(sizes: Sequence[float]) -> float:
+    """Return the number of elements of each sample that means have in common: 0 if unknown, NaN if they differ."""
+    known = [size for size in sizes if size]
+    return math.nan if any(not math.isclose(size, known[0]) for size in known) else sum(known[:1])
+
+
+def check_size(batch: int, size: float) -> None:
+    """Refuse means over unlike numbers of elements of each sample, which have no common weight (`common_size`).
+
+    Raises:
+        ConfigError: they were found to differ.
+    """
+    if math.isnan(size):
+        raise ConfigError(
+            f"batch {batch}: samples of some microbatches have other shapes than those of others, such as sequences "
+            "of unlike lengths, and the loss is a mean over them, so how much each one counts is unknown; let the loss "
+            "return the sum over the elements, and their number: (sum, weight)"
+        )
 
 
 def add_shares_alone(shares: Sequence[Share]) -> Share:
@@ -193,7 +216,9 @@ def decide(batch: int, total: Share, divisor: float, clip: float | None) -> Deci
 
     Raises:
         VersionError: the norm is not that of the whole gradient.
+        ConfigError: the means of parallel pipelines are over unlike numbers of elements.
     """
+    check_size(batch, total.size)
     squares, _, loss, weight, scale, stop, *_ = total
     if total.missing:
         fault = f"without {total.missing:,.0f} of its" if total.missing > 0 else f"with {-total.missing:,.0f} more"

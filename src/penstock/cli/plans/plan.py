@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from penstock.cli.options import AsJson, whole_numbers
-from penstock.cli.output import check_can_write, print_json, say_written
+from penstock.cli.options import FLAG, AsJson, whole_numbers
+from penstock.cli.output import check_can_write, print_json, say_written, write_file
 from penstock.cli.plans.plan_devices import (
     devices_of,
     link_matrix_of,
@@ -20,68 +20,197 @@ from penstock.cli.plans.plan_devices import (
     with_host,
     with_latency,
 )
-from penstock.cli.plans.plan_options import (
-    Bandwidths,
-    Compression,
-    CostName,
-    DeviceCounts,
-    DeviceMemory,
-    DevicePrice,
-    DeviceSpeeds,
-    EpochSamples,
-    EpochsByBatch,
-    FormulaSizes,
-    HostBandwidth,
-    HostMemory,
-    Latencies,
-    LinkMatrix,
-    MethodsToTry,
-    Objective,
-    PerBatch,
-    PlanFile,
-    PlannedCluster,
-    PlannedModel,
-    PlannerName,
-    ProfileFile,
-    SamplesPerBatch,
-    SmallerWorlds,
-    Straight,
-    TimelineFile,
-    WhatIfFlag,
-)
 from penstock.cli.plans.profile_of_model import planned_profile
 from penstock.errors import ConfigError
-from penstock.guarded_files import write_whole
 
 
 def plan(
-    profile: ProfileFile = None,
-    model: PlannedModel = None,
-    microbatch_sizes: FormulaSizes = None,
-    devices: DeviceCounts = None,
-    bandwidth: Bandwidths = None,
-    latency: Latencies = None,
-    memory: DeviceMemory = None,
-    speed: DeviceSpeeds = None,
-    host_bandwidth: HostBandwidth = None,
-    host_memory: HostMemory = None,
-    cluster: PlannedCluster = None,
-    link_matrix: LinkMatrix = None,
-    planner: PlannerName = "default",
-    cost: CostName = None,
-    microbatches: PerBatch = None,
-    global_batch: SamplesPerBatch = None,
-    straight: Straight = False,
-    compression: Compression = None,
-    methods: MethodsToTry = None,
-    objective: Objective = "throughput",
-    epochs: EpochsByBatch = None,
-    epoch_samples: EpochSamples = None,
-    price: DevicePrice = None,
-    worlds: SmallerWorlds = None,
-    timeline: TimelineFile = None,
-    what_if: WhatIfFlag = False,
-    out: PlanFile = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            "--profile", metavar="FILE", help="The model, as [bold]penstock profile[/bold] writes it; or --model."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="NAME|SHAPE",
+            help="Instead of --profile, with --cluster: by formulas, a preset of the built-in GPT (tiny, small, 124m, "
+            "355m, 1.3b, 2.2b, 3.8b), or a shape: layers=24,hidden=2048,sequence=2048,vocabulary=51200, and heads=N.",
+        ),
+    ] = None,
+    microbatch_sizes: Annotated[
+        str | None,
+        typer.Option(
+            "--microbatch-sizes",
+            metavar="B,B..",
+            help="With --model: samples per microbatch to try; those of 1,2,4 that divide the batch if not given.",
+        ),
+    ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            "--devices",
+            metavar="N|NxN..|N+N..",
+            help="How many, or levels of them, the innermost first: 8x4; with + between kinds that differ: 2+4. As "
+            "many as the file of --cluster says (nodes) if not given.",
+        ),
+    ] = None,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            "--bandwidth",
+            metavar="B|B,B..",
+            help="Bytes per second of a link, or of each level, as in 12GB,10Gbit; as measured if the profile says.",
+        ),
+    ] = None,
+    latency: Annotated[
+        str | None,
+        typer.Option(
+            "--latency",
+            metavar="S|S,S..",
+            help="Seconds that a message takes besides its bytes, on all links or on those of each level, as in "
+            "3e-6,2e-5; as measured, as the cluster says, or none.",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            "--memory",
+            metavar="SIZE|SIZE,SIZE..",
+            help="Of each device, as in 16GiB, or of each kind of them; no limit if not given.",
+        ),
+    ] = None,
+    speed: Annotated[
+        str | None,
+        typer.Option(
+            "--speed",
+            metavar="S|S,S..",
+            help="Of each kind of devices: how many times as fast as the profiled one it is, as in 1,0.5.",
+        ),
+    ] = None,
+    host_bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            "--host-bandwidth",
+            metavar="B",
+            help="Bytes per second from each device to the memory of the host, and as many back: with --memory, --cost "
+            "simulated may have activations or optimizer states there, and dawnpiper's cost swaps.",
+        ),
+    ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--host-memory",
+            metavar="SIZE",
+            help="What each device may have in the memory of its host, with --cost simulated; no limit if not given.",
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster",
+            metavar="NAME|FILE",
+            help="Devices and links of a preset such as h100, or of a file like one; of several (h100,a100) with a "
+            "number of --devices for each.",
+        ),
+    ] = None,
+    link_matrix: Annotated[
+        Path | None,
+        typer.Option(
+            "--link-matrix", metavar="FILE", help="With planner spp: YAML, links: [[0, 9e9], [9e9, 0]], bytes/s."
+        ),
+    ] = None,
+    planner: Annotated[
+        str,
+        typer.Option(
+            "--planner",
+            metavar="NAME",
+            help="default, or as published: pipedream, dapple, spp, graphpipe, piper, mist, bapipe, dawnpiper, pase, "
+            "2bw-paper.",
+        ),
+    ] = "default",
+    cost: Annotated[
+        str | None,
+        typer.Option(
+            "--cost",
+            metavar="NAME",
+            help="The cost function to plan for: that of a planner, or simulated. If not given, the planner's own; for "
+            "default that of the program which the profile is from, simulated where the profile says enough for that.",
+        ),
+    ] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option("--microbatches", metavar="M", help="Per batch; as the profile says, or 32.", min=1, max=1 << 20),
+    ] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(
+            "--global-batch", metavar="B", help="Samples per batch, instead of microbatches.", min=1, max=1 << 30
+        ),
+    ] = None,
+    straight: Annotated[
+        bool, typer.Option("--straight", metavar=FLAG, help="With pipedream's cost: no stage has replicas.")
+    ] = False,
+    compression: Annotated[
+        float | None,
+        typer.Option(
+            "--compression",
+            metavar="RATIO",
+            help="With pipedream's cost: activations are sent, compressed by so much.",
+            min=1e-6,
+            max=1e6,
+        ),
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            "--methods",
+            metavar="A,B..",
+            help="With cost simulated: only these methods, as in 1f1b,gpipe; 3bw and 3bw-ahead only if named.",
+        ),
+    ] = None,
+    objective: Annotated[
+        str,
+        typer.Option("--objective", metavar="NAME", help="throughput, time-to-target, devices (the fewest), or cost."),
+    ] = "throughput",
+    epochs: Annotated[
+        str | None,
+        typer.Option(
+            "--epochs",
+            metavar="B:E,B:E..",
+            help="With time-to-target: epochs that each batch takes, as in 256:10,512:11.",
+        ),
+    ] = None,
+    epoch_samples: Annotated[
+        float | None, typer.Option("--epoch-samples", metavar="N", help="With time-to-target: samples of an epoch.")
+    ] = None,
+    price: Annotated[
+        float | None,
+        typer.Option(
+            "--price",
+            metavar="P",
+            help="With objective cost: of a device for an hour; that of the cluster's file if not given, or 1.",
+        ),
+    ] = None,
+    worlds: Annotated[
+        str | None,
+        typer.Option("--worlds", metavar="N,N..", help="With --out: plans for fewer devices, too, at the same batch."),
+    ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option("--timeline", metavar="FILE", help="With cost simulated: draw the best plan, as SVG.")
+    ] = None,
+    what_if: Annotated[
+        bool,
+        typer.Option("--what-if", metavar=FLAG, help="Also plan with twice the speed, bandwidth, memory and devices."),
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="FILE", help="With cost simulated: write the plan, for [bold]penstock train --plan[/bold]."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan stages and their devices for a profiled model, by planners of papers or the best of all they know.
@@ -194,24 +323,27 @@ def _print_changes(found: Any) -> None:
 
 
 def _write_files(found: Any, out: Path | None, worlds: Mapping[int, Any], timeline: Path | None, as_json: bool) -> None:
-    """Write the drawing and the plans that are asked for."""
+    """Write the drawing and the plans that are asked for, the best one last, and say what to do with it.
+
+    Raises:
+        ConfigError: a file cannot be written, or nothing fits fewer devices.
+    """
+    from penstock.plan.plan_export import plan_file, run_settings
+
     if out is not None:
-        _say_plans(_write_plans(out, found, worlds), found, as_json)
+        write_file("plan", out, plan_file(found))
+        for size, devices in worlds.items():
+            path = out.with_stem(f"{out.stem}-{size}")
+            write_file("plan", path, _plan_of_smaller_world(found, devices))
+            if not as_json:
+                say_written("plan", path)
+        if not as_json and found.request.profile.settings:
+            say_written("plan", out, "penstock train --plan {}")
+        elif not as_json:
+            say_written("plan", out)
+            Console().print(Text(_in_python(run_settings(found))), soft_wrap=True)
     if timeline is not None:
         _draw_timeline(timeline, found, as_json)
-
-
-def _say_plans(paths: Sequence[Path], found: Any, quiet: bool) -> None:
-    """Print which plans were written, the best one last, and what to do with it."""
-    from penstock.plan.plan_export import run_settings
-
-    if quiet:
-        return
-    for path in paths:
-        runs = path == paths[-1] and found.request.profile.settings
-        say_written("plan", path, "penstock train --plan {}" if runs else "")
-    if not found.request.profile.settings:
-        Console().print(Text(_in_python(run_settings(found))), soft_wrap=True)
 
 
 def _in_python(of: Mapping[str, Any]) -> str:
@@ -234,33 +366,6 @@ def _in_python(of: Mapping[str, Any]) -> str:
     )
 
 
-def _write_plans(out: Path, found: Any, worlds: Mapping[int, Any]) -> list[Path]:
-    """Write the best plan, and beside it plans for fewer devices; return their paths, that of the best one last.
-
-    Raises:
-        ConfigError: one cannot be written, or nothing fits fewer devices.
-    """
-    from penstock.plan.plan_export import plan_file
-
-    _write_plan(out, plan_file(found))
-    paths = {out.with_stem(f"{out.stem}-{size}"): devices for size, devices in worlds.items()}
-    for path, devices in paths.items():
-        _write_plan(path, _plan_of_smaller_world(found, devices))
-    return [*paths, out]
-
-
-def _write_plan(path: Path, text: str) -> None:
-    """Write a plan.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        raise ConfigError(f"cannot write the plan {str(path)!r}: {error.strerror or error}") from None
-
-
 def _draw_timeline(path: Path, found: Any, quiet: bool) -> None:
     """Draw the best plan, and say what its ranks wait for.
 
@@ -272,7 +377,8 @@ def _draw_timeline(path: Path, found: Any, quiet: bool) -> None:
 
     played = planned_timeline(found)
     best = found.plans[0]
-    _write_plan(path, timeline_svg(played, f"{found.request.profile.name}: {best.notes[0].partition(':')[0]}"))
+    title = f"{found.request.profile.name}: {best.notes[0].partition(':')[0]}"
+    write_file("drawing", path, timeline_svg(played, title))
     if not quiet:
         shares = ", ".join(f"{cause} {share:.1%}" for cause, share in idle_shares(played).items())
         Console().print(Text(f"Ranks are idle for: {shares or 'nothing'} (docs/design.md has the causes)."))

@@ -34,7 +34,7 @@ def cluster_named(name: str, measured: bool = True) -> Cluster:
 
     if name != THIS_MACHINE:
         return find_cluster(name)
-    from penstock.measure.machine.this_machine import this_machine, unmeasured_machine
+    from penstock.measure.this_machine import this_machine, unmeasured_machine
 
     return this_machine() if measured else unmeasured_machine()
 

@@ -17,7 +17,7 @@ from penstock.plan.planners.dawnpiper import SWAP
 from penstock.plan.planning import Planning
 from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.stages.device_hierarchy import places_in_words
-from penstock.plan.stages.planned import COMPUTE, PARTS, Plan, PlannedStage, StageRating
+from penstock.plan.stages.planned import COMPUTE, PARTS, Excluded, Plan, PlannedStage, StageRating
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.find_method import find_method
 from penstock.view.plurals import counted
@@ -52,7 +52,7 @@ def planning_tables(planning: Planning, width: int = UNBOUNDED) -> Group:
         parts += [Text(f"{kind}.") for kind in request.devices.kinds]
         if "placement" in best.settings:
             parts.append(Text(f"{places_in_words(best.settings['placement'], best.settings['stages'])}."))
-        parts.append(Text(_said_of_limit(best)))
+        parts.append(Text(_said_of_limit(best, planning.excluded)))
         parts += [Text(said) for said in _said_of_delay(planning)]
         others = {name: rating for name, rating in planning.ratings(best).items() if name != request.cost}
         for name, rating in others.items():
@@ -96,31 +96,31 @@ def _part(rating: StageRating, part: str) -> float:
     return 0.0 if seconds < 1e-9 * rating.seconds else seconds
 
 
-def _said_of_limit(plan: Plan) -> str:
-    """Return what limits a plan."""
+def _said_of_limit(plan: Plan, excluded: Excluded | None) -> str:
+    """Return what limits a plan, given what memory kept from being it."""
     rating = plan.rating
     slowest = rating.stages[rating.slowest]
     total = sum(slowest.parts.values()) or 1.0
     parts = {part: _part(slowest, part) for part in slowest.parts}
     shares = ", ".join(f"{part} {value / total:.0%}" for part, value in parts.items() if value >= _LEAST_SHARE * total)
     said = f"Stage {rating.slowest} limits: {shares if any(parts.values()) else 'it takes no time'}."
-    if plan.excluded is not None:
-        what, seconds, gain = plan.excluded.what, plan.excluded.seconds, plan.excluded.gain
-        said += f" So does memory, which excludes {what}: {seconds:.5g} s per sample, {gain:.3g} times as fast."
+    if excluded is not None:
+        said += f" So does memory, which excludes {excluded.what}: {excluded.seconds:.5g} s per sample, "
+        said += f"{excluded.gain:.3g} times as fast."
     return said
 
 
 def _limited_by(plan: Plan) -> str:
     """Return the stage that limits a plan, and by what."""
     rating = plan.rating
-    return f"stage {rating.slowest}, {rating.stages[rating.slowest].limit}" + "; memory" * (plan.excluded is not None)
+    return f"stage {rating.slowest}, {rating.stages[rating.slowest].limit}"
 
 
 def _ranked(planning: Planning) -> FittedTable:
     """Return the plans, the best one first."""
     request, plans = planning.request, planning.plans
     many = "" if request.devices.count == 1 else "s"
-    away = [", ".join(_offloaded(plan)) for plan in plans]
+    away, limits = [", ".join(_offloaded(plan)) for plan in plans], [*map(_limited_by, plans)]
     batches = [plan.rating.seconds * planning.sizes[plan.samples].microbatches for plan in plans]
     return FittedTable(
         f"{request.profile.name} on {request.devices} device{many}, by the cost function {request.cost}",
@@ -132,7 +132,7 @@ def _ranked(planning: Planning) -> FittedTable:
             "devices": [str(plan.devices) for plan in plans],
             "stages": [str(len(plan.stages)) for plan in plans],
             "replicas": [_range_of(sorted({stage.replicas for stage in plan.stages})) for plan in plans],
-            "limited by": [*map(_limited_by, plans)],
+            "limited by": [limits[0] + "; memory" * (planning.excluded is not None), *limits[1:]],
             **({"offload": away} if any(away) else {}),
         },
         least_needed=_LEAST_NEEDED,

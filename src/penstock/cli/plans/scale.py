@@ -16,54 +16,46 @@ from penstock.cli.plans.plan_devices import cluster_named
 from penstock.errors import ConfigError
 from penstock.guarded_files import write_whole
 
-FamilySize = Annotated[
-    float | None, typer.Option("--x", metavar="X", help="A model of the family: X layers of hidden size X squared.")
-]
-ClusterName = Annotated[str, typer.Option("--cluster", metavar="NAME|FILE", help="A preset, or a file like one.")]
-Layers = Annotated[int | None, typer.Option("--layers", metavar="N", help="Instead of --x: a model of your own.")]
-Hidden = Annotated[int | None, typer.Option("--hidden", metavar="N", help="Its hidden size.")]
-Sequence = Annotated[int | None, typer.Option("--sequence", metavar="N", help="Its tokens in a sequence.")]
-Heads = Annotated[int | None, typer.Option("--heads", metavar="N", help="Its heads.")]
-Vocabulary = Annotated[
-    int | None,
-    typer.Option("--vocabulary", metavar="N", help="Of its tokens; embeddings and scores count only if given."),
-]
-CriticalBatch = Annotated[
-    float | None,
-    typer.Option("--critical-batch", metavar="B", help="In sequences; by the rules if not given."),
-]
-Steps = Annotated[
-    float | None, typer.Option("--steps", metavar="N", help="With the critical batch; by the rules if not given.")
-]
-MostDevices = Annotated[int | None, typer.Option("--devices", metavar="N", help="At most so many.", min=1)]
-Memory = Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="Of a device, instead of the cluster's.")]
-Rules = Annotated[
-    Path | None, typer.Option("--rules", metavar="FILE", help="Rules of your own, in the form of --print-rules.")
-]
-PrintRules = Annotated[bool, typer.Option("--print-rules", help="Print the rules, each with its source, and stop.")]
-Plots = Annotated[
-    Path | None, typer.Option("--plots", metavar="FOLDER", help="Draw days by devices, and by size, as SVG there.")
-]
-
-
 _WIDTH = 140  # of tables in files
 
 
 def scale(
-    x: FamilySize = None,
-    cluster: ClusterName = "a100",
-    layers: Layers = None,
-    hidden: Hidden = None,
-    sequence: Sequence = None,
-    heads: Heads = None,
-    vocabulary: Vocabulary = None,
-    critical_batch: CriticalBatch = None,
-    steps: Steps = None,
-    devices: MostDevices = None,
-    memory: Memory = None,
-    rules: Rules = None,
-    print_rules: PrintRules = False,
-    plots: Plots = None,
+    x: Annotated[
+        float | None, typer.Option("--x", metavar="X", help="A model of the family: X layers of hidden size X squared.")
+    ] = None,
+    cluster: Annotated[
+        str, typer.Option("--cluster", metavar="NAME|FILE", help="A preset, or a file like one.")
+    ] = "a100",
+    layers: Annotated[
+        int | None, typer.Option("--layers", metavar="N", help="Instead of --x: a model of your own.")
+    ] = None,
+    hidden: Annotated[int | None, typer.Option("--hidden", metavar="N", help="Its hidden size.")] = None,
+    sequence: Annotated[int | None, typer.Option("--sequence", metavar="N", help="Its tokens in a sequence.")] = None,
+    heads: Annotated[int | None, typer.Option("--heads", metavar="N", help="Its heads.")] = None,
+    vocabulary: Annotated[
+        int | None,
+        typer.Option("--vocabulary", metavar="N", help="Of its tokens; embeddings and scores count only if given."),
+    ] = None,
+    critical_batch: Annotated[
+        float | None,
+        typer.Option("--critical-batch", metavar="B", help="In sequences; by the rules if not given."),
+    ] = None,
+    steps: Annotated[
+        float | None, typer.Option("--steps", metavar="N", help="With the critical batch; by the rules if not given.")
+    ] = None,
+    devices: Annotated[int | None, typer.Option("--devices", metavar="N", help="At most so many.", min=1)] = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", metavar="SIZE", help="Of a device, instead of the cluster's.")
+    ] = None,
+    rules: Annotated[
+        Path | None, typer.Option("--rules", metavar="FILE", help="Rules of your own, in the form of --print-rules.")
+    ] = None,
+    print_rules: Annotated[
+        bool, typer.Option("--print-rules", help="Print the rules, each with its source, and stop.")
+    ] = False,
+    plots: Annotated[
+        Path | None, typer.Option("--plots", metavar="FOLDER", help="Draw days by devices, and by size, as SVG there.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """How fast can a model be trained at all? Critical batch, steps, fastest layouts, memory, from formulas alone.

@@ -6,6 +6,7 @@ Most are one tensor or a list of tensors, for which torch's walk over a tree wou
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -53,46 +54,56 @@ def sample_dims(tree: Any) -> Iterator[tuple[Tensor, int | None]]:
                 yield tensor, dim if tensor.dim() else None
 
 
-def doubled(tree: Any, dim: int = 0, *, slices: bool = False) -> Any:
-    """Return a microbatch with each of its samples twice, those of targets where marks say; or each of its slices."""
-
-    def doubled(leaf: Any) -> Any:
-        if is_marked(leaf):
-            along = dim if slices else leaf.dim
-            return leaf if leaf.dim is None else Whole(torch.cat((leaf.value, leaf.value), along), leaf.dim)
-        return torch.cat((leaf, leaf), dim) if isinstance(leaf, Tensor) and leaf.dim() > dim else leaf
-
-    return pytree.tree_map(doubled, tree, is_leaf=is_marked)
+def count_samples(output: Any, target: Any) -> int | None:
+    """Return how many samples a microbatch has, by its target or, if that has none, by the output; or None."""
+    dims = (*sample_dims(target), *sample_dims(output))
+    found = (leaf.shape[dim] for leaf, dim in dims if dim is not None)
+    lists = (len(leaf) for leaf in pytree.tree_leaves(target, is_leaf=_is_list_of_values) if _is_list_of_values(leaf))
+    return next(found, next(lists, None))
 
 
-def part(tree: Any, samples: int, second: int, dim: int = 0) -> Any:
-    """Return the first or the second half of the samples of a microbatch, along the dimension that marks say.
+def sample_size(output: Any, target: Any, samples: float) -> float:
+    """Return a number for the shapes of a microbatch, but for that of its samples: the elements of one, if alone."""
+    leaves = [leaf for leaf, dim in (*sample_dims(target), *sample_dims(output)) if dim is not None]
+    sizes = [leaf.numel() / samples for leaf in leaves if any(length % samples == 0 for length in leaf.shape)]
+    return sum(size * math.pi**k for k, size in enumerate(sizes))
+
+
+def _is_list_of_values(value: Any) -> bool:
+    """Whether it is a list without tensors, such as of texts."""
+    if type(value) not in (list, tuple):
+        return False
+    leaves = pytree.tree_leaves(value, is_leaf=is_marked)
+    return bool(leaves) and not any(hasattr(leaf, "shape") or is_marked(leaf) for leaf in leaves)
+
+
+def picked(tree: Any, samples: int, which: Sequence[int], dim: int = 0, *, slices: bool = False) -> Any:
+    """Return a microbatch with some of its samples, along the dimension that marks say.
 
     Args:
         tree: of the microbatch.
-        samples: how many it has.
-        second: 1 for the second half.
-        dim: of samples, where no mark says another one. A dimension may have several places for each sample.
+        samples: how many it has. A dimension may have several places for each.
+        which: the samples to take; one may come twice.
+        dim: of samples, where no mark says another one.
+        slices: they are slices, along `dim` of marked tensors, too.
     """
 
     def taken(leaf: Any) -> Any:
         if is_marked(leaf):
-            return leaf if leaf.dim is None else Whole(halved(leaf.value, leaf.dim), leaf.dim)
-        return halved(leaf, 0 if type(leaf) is list else dim)
+            along = dim if slices and leaf.dim is not None else leaf.dim
+            return leaf if along is None else Whole(places(leaf.value, along), leaf.dim)
+        if _is_list_of_values(leaf):
+            return [leaf[k] for k in which] if len(leaf) == samples and not slices else leaf
+        return places(leaf, dim)
 
-    def halved(leaf: Any, along: int) -> Any:
-        shape = (len(leaf),) if type(leaf) is list else getattr(leaf, "shape", ())
+    def places(leaf: Any, along: int) -> Any:
+        shape = getattr(leaf, "shape", ())
         if len(shape) <= along or shape[along] % samples:
             return leaf
-        middle = (samples + 1) // 2 * (shape[along] // samples)
-        kept = slice(middle, None) if second else slice(middle)
-        return leaf[kept] if type(leaf) is list else leaf[(slice(None),) * along + (kept,)]
+        each = shape[along] // samples
+        return leaf[(slice(None),) * along + ([k * each + i for k in which for i in range(each)],)]
 
-    def texts(value: Any) -> bool:
-        plain = type(value) is list and len(value) == samples
-        return plain and not any(hasattr(leaf, "shape") for leaf in pytree.tree_leaves(value))
-
-    return pytree.tree_map(taken, tree, is_leaf=lambda value: is_marked(value) or texts(value))
+    return pytree.tree_map(taken, tree, is_leaf=lambda value: is_marked(value) or _is_list_of_values(value))
 
 
 def leaves_of(tree: Any) -> Sequence[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,17 +14,19 @@ from torch.utils import _pytree as pytree
 from penstock.errors import CapabilityError
 from penstock.partition.replay.placeholder import TensorSpec
 from penstock.partition.replay.stage_forward import Cut, Specs, StageForward, leaves_in
-from penstock.partition.replay.units import copies_of
-from penstock.partition.replay.watch import changed, state_of
+from penstock.partition.replay.state import FrameState, nodes_of
+from penstock.partition.replay.units import copies_of, modules_around, others_of
 
 
-def check_stages(model: nn.Module, specs: Specs, cut: Cut, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def check_stages(
+    model: nn.Module, specs: Specs, cut: Cut, changed: set[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
     """Make sure that the stages of a cut compute together what the model does, in the mode that it is in.
 
-    Two batches run, one after the other: the example, and one of the same shapes with other values. The second shows
-    nothing where the model, or a stage, refuses it, as a run would. On meta, where nothing has values, the example
-    alone shows shapes, and which parameters get gradients. Batches of other shapes are not tried; state that stages
-    leave on modules around units is refused elsewhere (`check_unchanged`).
+    Batches run one after the other: the example, one of the same shapes with other values, and one with sequences that
+    are shorter by one, where an argument has whole numbers by sample and place. They show nothing from where the model
+    refuses one, or a stage does, as a run would. On meta, where nothing has values, the example alone shows shapes, and
+    which parameters get gradients.
 
     Raises:
         CapabilityError: they do not.
@@ -32,14 +34,19 @@ def check_stages(model: nn.Module, specs: Specs, cut: Cut, args: Sequence[Any], 
     batches = [(list(args), dict(kwargs))]
     if not any(p.is_meta for p in model.parameters()):
         batches.append(pytree.tree_map_only(Tensor, _with_other_values, batches[0]))
+        batches += _shorter(batches[1])
     with copies_of(model, batches) as (twin, given):
-        wanted = _results(twin, given, partial(_whole, twin, _on(twin, specs), Cut(cut.stages, 0)))
+        state = _state_of(twin, specs, [None], changed)
+        wanted, _ = _results(twin, given, partial(_whole, twin, specs.on(twin), Cut(cut.stages, 0), state))
     with copies_of(model, batches) as (twin, given):
-        found = _results(twin, given, partial(_through_stages, twin, _on(twin, specs), cut))
+        state = _state_of(twin, specs, range(cut.last + 1), changed)
+        found, error = _results(twin, given, partial(_through_stages, twin, specs.on(twin), cut, state))
+    if changed and isinstance(error, CapabilityError) and len(found) < len(wanted):
+        raise error
     for number, (one, other) in enumerate(zip(wanted, found, strict=False)):
         name = next((name for name in (*one, *other) if not _alike(one.get(name), other.get(name))), None)
         if name is not None:
-            on = "with other values than the example's" if number else "on the example"
+            on = ("on the example", "with other values than the example's", "with a shorter sequence")[number]
             raise CapabilityError(
                 f"{type(model).__name__} computes something else when it is divided: {on} {name} differs, so its code "
                 "does something between layers that stages do not see. Pass its layers as blocks"
@@ -52,15 +59,31 @@ def _with_other_values(leaf: Tensor) -> Tensor:
     return (rolled * 0.75 if leaf.is_floating_point() else rolled).requires_grad_(leaf.requires_grad)
 
 
-def _results(model: nn.Module, batches: Sequence[Any], run: Callable[..., Any]) -> list[dict[str, Any]]:
-    """Return for each batch, by name, loss, gradients, output, and what the model then has as buffers and numbers."""
+def _shorter(batch: Any) -> list[Any]:
+    """Return a batch whose sequences are shorter by one; nothing where nobody can tell which dimension is theirs."""
+    tokens = (leaf for leaf in leaves_in(batch) if not leaf.is_floating_point() and leaf.dim() > 1)
+    length = next((leaf.shape[1] for leaf in tokens), 1)
+
+    def cut(leaf: Tensor) -> Tensor:
+        sizes = [size - (size == length and place > 0) for place, size in enumerate(leaf.shape)]
+        return leaf.detach()[tuple(map(slice, sizes))].clone().requires_grad_(leaf.requires_grad)
+
+    return [pytree.tree_map_only(Tensor, cut, batch)] if length > 1 else []
+
+
+def _results(
+    model: nn.Module, batches: Sequence[Any], run: Callable[..., Any]
+) -> tuple[list[dict[str, Any]], Exception | None]:
+    """Return for each batch, by name, loss, gradients, output, and what the model then has as buffers and numbers; and
+    the error that has ended this.
+    """
     trained, found = {name: p for name, p in model.named_parameters() if p.requires_grad}, list[dict[str, Any]]()
     for args, kwargs in batches:
         try:
             (loss, *gradients), output = run(args, kwargs, list(trained.values()))
-        except Exception:  # whatever code says to other values
+        except Exception as error:  # whatever code says to other values
             if found:
-                break
+                return found, error
             raise
         leaves = pytree.tree_leaves(output)
         results = {"its output": loss, "the number of its outputs": len(leaves)}
@@ -71,23 +94,30 @@ def _results(model: nn.Module, batches: Sequence[Any], run: Callable[..., Any]) 
             numbers = (key for key, value in vars(module).items() if isinstance(value, int | float))
             results |= {f"{path}.{key}".removeprefix("."): vars(module)[key] for key in numbers}
         found.append(results)
-    return found
+    return found, None
 
 
 def _kept(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
+def _state_of(twin: nn.Module, specs: Specs, stages: Iterable[int | None], changed: set[str]) -> FrameState:
+    own = specs.on(twin).units
+    state = FrameState(modules_around(twin, own.values()), others_of(twin), changed)
+    for stage in stages:
+        state.add_stage(stage)
+    return state
+
+
 def _whole(
-    model: nn.Module, specs: Specs, cut: Cut, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Sequence[Tensor]
-) -> tuple[list[Tensor | None], Any]:
-    output = StageForward(model, specs, cut, None, {}, _seed).run(args, kwargs)
+    model: nn.Module, specs: Specs, cut: Cut, state: FrameState, args: Sequence[Any], kwargs: Mapping[str, Any],
+    weights: Sequence[Tensor],
+) -> tuple[list[Tensor | None], Any]:  # fmt: skip
+    forward = StageForward(model, specs, cut, None, {}, _seed)
+    with state.of(None, forward):
+        output = forward.run(args, kwargs)
     loss = _loss(output)
     return [loss.detach(), *_grad([loss], weights, [torch.ones_like(loss)])], output
-
-
-def _on(twin: nn.Module, specs: Specs) -> Specs:
-    return Specs({path: twin.get_submodule(path) for path in specs.units}, written=specs.written, untold=specs.untold)
 
 
 def _alike(one: Any, other: Any) -> bool:
@@ -97,8 +127,9 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _through_stages(
-    model: nn.Module, specs: Specs, cut: Cut, args: Sequence[Any], kwargs: Mapping[str, Any], weights: Sequence[Tensor]
-) -> tuple[list[Tensor | None], Any]:
+    model: nn.Module, specs: Specs, cut: Cut, state: FrameState, args: Sequence[Any], kwargs: Mapping[str, Any],
+    weights: Sequence[Tensor],
+) -> tuple[list[Tensor | None], Any]:  # fmt: skip
     """Return the loss and the gradients of weights that stages find, each of which gets what the one before sent; and
     the output.
     """
@@ -112,9 +143,12 @@ def _through_stages(
         others = [
             (f"{path}.{inner}".rstrip("."), m) for path, unit in foreign.items() for inner, m in unit.named_modules()
         ]
-        before = state_of(others, random_numbers=False)
-        output = frames[-1].run(*given)
-        name = changed(before, state_of(others, random_numbers=False))
+        before = nodes_of(others)
+        with state.of(stage, frames[-1]):
+            output = frames[-1].run(*given)
+        after = nodes_of(others)
+        pairs = [(node, after[key]) for key, node in before.items() if key in after]
+        name = next((node.name_of(key) for node, now in pairs for key in node.changes(now)), None)
         if name is not None:
             raise CapabilityError(
                 f"a layer of stage {stage} changes {name} of a layer of another stage, which may be in another "

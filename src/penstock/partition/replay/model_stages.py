@@ -20,20 +20,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.replay.comparison import check_stages
 from penstock.partition.replay.placeholder import ResultSpec, TensorSpec, result_as_text, result_of_text
-from penstock.partition.replay.stage_forward import Count, Cut, Seed, Specs, StageForward, without_graphs
+from penstock.partition.replay.stage_forward import Cut, Note, Seed, Specs, StageForward, without_graphs
+from penstock.partition.replay.state import FrameState, Node
 from penstock.partition.replay.units import (
     PassClock,
     UnitGroup,
-    check_unchanged,
     copies_of,
-    has_hooks,
+    hooked_backwards,
+    modules_around,
     name_in_model,
     named_tensors,
     no_seed,
     opened_for,
+    others_of,
     record_forward,
 )
-from penstock.partition.replay.watch import state_of
 
 _OF_A_STAGE = 1 / 3  # of the work of an even stage: units that take more are opened
 _SPEC = "penstock.TensorSpec "
@@ -95,8 +96,8 @@ class ModelStage(UnitPart):
     Attributes:
         parts: the blocks of the stage.
         precision: that float32 weights are cast to; None for their own.
-        count: returns how many targets a loss counts that is called between units (`StageForward`).
-        counted: how many they were in the last forward, each with its node; None if nobody counts.
+        note: is told of operations between units (`StageForward`).
+        found: what the next forward is to find on modules around units, if it runs one again (`state`).
     """
 
     def __init__(self, blocks: UnitBlocks, cut: Cut, index: int) -> None:
@@ -104,8 +105,17 @@ class ModelStage(UnitPart):
         super().__init__(blocks.model, _joined(parts.values()))
         self.parts, self._blocks, self._cut, self._index = parts, blocks, cut, index
         self.precision: torch.dtype | None = None
-        self.count: Count | None = None
-        self.counted: list[Any] | None = None
+        self.note: Note | None = None
+        self.found: dict[int, Node] | None = None
+        self._buffer_names = {name for name, _ in self.named_buffers()} & {*self.group.bare}
+
+    def state(self) -> dict[int, Node]:
+        """Return what a forward would find now on modules around units."""
+        return self._blocks.state.saved(self._index)
+
+    def restore(self, found: Mapping[int, Node]) -> None:
+        """Let the next forward find that (`state`)."""
+        self._blocks.state.restore(self._index, found)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile each unit."""
@@ -137,27 +147,28 @@ class ModelStage(UnitPart):
             device = next((p.device for p in self.parameters()), torch.device("cpu"))
             args, kwargs = pytree.tree_map(partial(_decoded, device=device), (args, kwargs))
         specs = self._blocks.specs(self.precision)
-        forward = StageForward(model, specs, self._cut, self._index, received, seed, bound=True, count=self.count)
-        self.counted = None if self.count is None else forward.counted
-        with self._bare_in_place(), _mode_of(model, self.training):
-            before = state_of(self._blocks.around.items())
+        forward = StageForward(model, specs, self._cut, self._index, received, seed, bound=True, note=self.note)
+        bare = {name: _value_at(self, name) for name in self.group.bare}
+        buffers = {name: tensor for name, tensor in bare.items() if name in self._buffer_names}
+        state = self._blocks.state.of(self._index, forward, self.found, buffers)
+        with self._parameters_in_place(bare.keys() - buffers.keys()), _mode_of(model, self.training), state as left:
             output = forward.run(args, kwargs)
-            check_unchanged(model, before, self._blocks.around)
+        for name in left.keys() & buffers.keys():
+            outer, _, key = name.rpartition(".")
+            self.get_submodule(outer)._buffers[key] = left[name]
         if self._index == self._cut.last:
             return output
         args, kwargs = pytree.tree_map(_encoded, (args, kwargs))
         return {"args": args, "kwargs": kwargs, "sent": forward.sent}
 
     @contextmanager
-    def _bare_in_place(self) -> Iterator[None]:
-        """Let modules around units have the tensors that this stage has of them."""
+    def _parameters_in_place(self, names: Iterable[str]) -> Iterator[None]:
+        """Let modules have the parameters that this stage has of them."""
         places: list[tuple[dict[str, Any], str, Any]] = []
-        for name in self.group.bare:
+        for name in names:
             outer, _, key = name.rpartition(".")
             owner = self._blocks.model.get_submodule(name_in_model(name).rpartition(".")[0])
-            own = self.get_submodule(outer)
-            kind = "_parameters" if key in owner._parameters else "_buffers"
-            places.append((getattr(owner, kind), key, getattr(own, kind)[key]))
+            places.append((owner._parameters, key, self.get_submodule(outer)._parameters[key]))
         before = [held[key] for held, key, _ in places]
         for held, key, tensor in places:
             held[key] = tensor
@@ -199,6 +210,7 @@ class UnitBlocks(dict[str, UnitPart]):
         model: the model.
         groups: the units of each block.
         around: the modules that are in no unit, whose code every stage runs, by path.
+        state: what their code keeps.
 
     Raises:
         CapabilityError: it cannot be divided; the message names what is in the way, and the line.
@@ -222,9 +234,7 @@ class UnitBlocks(dict[str, UnitPart]):
         self.groups = {group.units[0]: group for group in found.groups}
         super().__init__({name: UnitPart(model, group) for name, group in self.groups.items()})
         self._recorded, self._specs = found, dict[torch.dtype | None, Specs]()
-        held = [model.get_submodule(path) for group in found.groups for path in (*group.units, *group.unused)]
-        inner = {id(module) for unit in held for module in unit.modules()}
-        self.around = {path: module for path, module in model.named_modules() if id(module) not in inner}
+        self.around = modules_around(model, self.specs(None).units.values())
         self._compared: Cut | None = None
         self._stages: list[ModelStage] = []
 
@@ -256,9 +266,7 @@ class UnitBlocks(dict[str, UnitPart]):
     def specs(self, precision: torch.dtype | None) -> Specs:
         """Return the shapes of what units return in a precision, which all stages of this process share."""
         if precision not in self._specs:
-            paths = [path for group in self.groups.values() for path in (*group.units, *group.unused)]
-            units = {path: self.model.get_submodule(path) for path in paths}
-            self._specs[precision] = Specs(units, precision, self._recorded.written, self._recorded.untold)
+            self._specs[precision] = self._recorded.specs.on(self.model, precision)
         return self._specs[precision]
 
     def check(self) -> None:
@@ -267,13 +275,14 @@ class UnitBlocks(dict[str, UnitPart]):
         Raises:
             ConfigError: one was replaced.
         """
-        hooked = next((path for path, module in self.around.items() if has_hooks(module)), None)
+        hooked = hooked_backwards(self.around)
         if hooked is not None:
-            raise ConfigError(f"{hooked or 'the model'} has got hooks, but runs on every stage; put them on layers")
+            raise ConfigError(f"{hooked or 'the model'} has got hooks on backwards, but runs on every stage")
         for name, group in self.groups.items():
             for path in (*group.units, *group.unused, *group.bare):
                 now, own = _value_at(self.model, name_in_model(path)), _value_at(self[name], path)
-                if now is not own and not (isinstance(now, nn.Parameter) and now.requires_grad):  # others look at these
+                known = path in self.specs(None).state or (isinstance(now, nn.Parameter) and now.requires_grad)
+                if now is not own and not known:  # others look at these
                     raise ConfigError(
                         f"{path} is another object since the pipeline was made of the model, so the pipeline would "
                         "train without that change; make a new Pipeline of the changed model (a checkpoint of this one "
@@ -290,10 +299,19 @@ class UnitBlocks(dict[str, UnitPart]):
         stages = {path: stage for stage, group in groups for path in (*group.units, *group.unused)}
         cut = Cut(stages, len(parts) - 1)
         if cut != self._compared:
-            check_stages(self.model, self.specs(None), cut, *self._example)
+            check_stages(self.model, self.specs(None), cut, self._recorded.changed, *self._example)
             self._compared = cut
+        self.state.add_stage(index)
         self._stages.append(ModelStage(self, cut, index))
         return self._stages[-1]
+
+    @cached_property
+    def state(self) -> FrameState:
+        """What code around units keeps, of what the example shows to change."""
+        changed = self._recorded.changed
+        others = others_of(self.model)
+        others = [(name, held) for name, held in others if any(f"{n}.".startswith(f"{name}.") for n in changed)]
+        return FrameState(self.around, others, changed)
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Give the model other values, and so all stages."""

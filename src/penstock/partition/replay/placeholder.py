@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
 from penstock.errors import CapabilityError
@@ -154,3 +155,34 @@ class Placeholder(Tensor):
     def __repr__(self, *_: object, **__: object) -> str:  # type: ignore[override]
         """Say what it stands for."""
         return f"Placeholder({self.origin}, {tuple(self.shape)}, {self.dtype})"
+
+
+_OPERATORS = """
+add radd sub rsub mul rmul truediv rtruediv pow neg abs lt le gt ge eq ne bool int float index len iter getitem setitem
+contains call format str repr
+"""
+
+
+class Unknown:
+    """What code around units has left, in the part of a forward that a stage could not follow.
+
+    Args:
+        name: of it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.__name = name
+
+    def __refuse(self, *_: Any) -> Any:
+        stack: Any = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if stack and hasattr(stack[-1], "end"):
+            stack[-1].end()
+        raise CapabilityError(
+            f"code between layers takes {self.__name}, which an earlier forward has changed in a way that depends on "
+            "what later stages compute; let it be a tensor, or put it into a layer"
+        )
+
+    __getattr__ = __refuse
+    for _name in _OPERATORS.split():
+        locals()[f"__{_name}__"] = __refuse
+    __hash__ = None  # type: ignore[assignment]

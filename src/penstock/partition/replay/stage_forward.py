@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -37,11 +40,12 @@ from penstock.partition.replay.placeholder import (
     result_as_text,
     result_of_text,
 )
+from penstock.partition.replay.state import nothing_outside
 
 Seed = Callable[[str], None]
 """Seeds torch's generators for a unit or an operation of the frame, by its name."""
-Count = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Sequence[Any]]
-"""A function and its arguments -> how many targets it counts, if it is a loss; else nothing."""
+Note = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any], Any], None]
+"""Takes down that a function was called with such arguments, and what it returned."""
 
 
 class Cut(NamedTuple):
@@ -56,18 +60,17 @@ class Cut(NamedTuple):
     last: int
 
 
-class WrittenArgumentError(CapabilityError):
-    """A unit writes into its argument, which other stages cannot see; the message says which.
+class HiddenWriteError(CapabilityError):
+    """A unit, or code around units, does something that stages see if they know of it.
 
     Attributes:
-        path: of the unit.
+        path: of a unit that others see into if it is opened, or else if its hooks run on every stage.
+        buffer: the name of one that code around units changes.
     """
 
-    def __init__(self, path: str) -> None:
-        super().__init__(
-            f"{path} writes into its argument, which other stages cannot see; let it make a new tensor (inplace=False)"
-        )
-        self.path = path
+    def __init__(self, said: str, path: str = "", buffer: str = "") -> None:
+        super().__init__(said)
+        self.path, self.buffer = path, buffer
 
 
 class Specs:
@@ -78,9 +81,11 @@ class Specs:
         precision: that float32 weights are cast to; None for their own.
         written: keys of values that operations write into, as far as they are known.
         untold: units and operations whose results have shapes or numbers that depend on values, likewise.
+        hooked: paths of units whose hooks behind the forward run on every stage.
+        state: names of buffers that code around units changes, each with a unit on the stage that has it.
 
     Attributes:
-        units, written, untold: the same.
+        units, written, untold, hooked, state: the same.
     """
 
     def __init__(
@@ -89,20 +94,32 @@ class Specs:
         precision: torch.dtype | None = None,
         written: Iterable[str] = (),
         untold: Iterable[Any] = (),
+        hooked: Collection[str] = (),
+        state: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.units, self.written, self.untold, self._precision = units, set(written), set(untold), precision
+        self.hooked, self.state = hooked, state
         self._found: dict[Any, ResultSpec] = {}
+
+    def on(self, model: nn.Module, precision: torch.dtype | None = None) -> Specs:
+        """Return the same of the units of a copy of the model, or in another precision."""
+        made = copy.copy(self)
+        made.units = {path: model.get_submodule(path) for path in self.units}
+        if precision is not None:
+            made._precision, made._found = precision, {}
+        return made
 
     def of_unit(self, path: str, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> ResultSpec:
         """Return what a unit of another stage returns."""
-        key = self.key_of_unit(path, args, kwargs)
-        if key not in self._found:
-            self._found[key] = self._try(path, args, kwargs, leaves)
-        return self._found[key]
+        key = path, self.units[path].training, torch.is_grad_enabled(), _autocast(), shapes_in((args, kwargs))
+        return self._remembered(key, partial(self._try, path, args, kwargs, leaves))
 
-    def key_of_unit(self, path: str, args: Any, kwargs: Any) -> Any:
-        """Return what the shapes of its results depend on."""
-        return path, self.units[path].training, torch.is_grad_enabled(), _autocast(), shapes_in((args, kwargs))
+    def _remembered(self, key: Any, find: Callable[[], ResultSpec]) -> ResultSpec:
+        try:
+            found = self._found.get(key)
+        except TypeError:  # an argument does not say what equals it
+            return find()
+        return found or self._found.setdefault(key, find())
 
     def _try(self, path: str, args: Any, kwargs: Any, leaves: Sequence[Tensor]) -> ResultSpec:
         """Call a copy of a unit without values, or with zeros if it asks for values."""
@@ -113,7 +130,8 @@ class Specs:
                 twin = _twin(self.units[path], where, self._precision)
             try:
                 a, k = _map_tensors((args, kwargs), partial(_replaced, made))
-                with torch.random.fork_rng(devices=[]), _without_saved_tensor_hooks():
+                unit = self.units[path]
+                with nothing_outside(unit), torch.random.fork_rng(devices=[]), _without_saved_tensor_hooks():
                     result = twin._call_impl(*a, **k)  # type: ignore[no-untyped-call]
             except Exception as error:  # whatever a layer says that asks for values
                 if where.type != "meta" or device.type == "meta":
@@ -131,27 +149,61 @@ class Specs:
         single = (leaf for leaf in leaves if not leaf.dim() and not leaf.is_floating_point())
         numbers = {id(leaf): leaf.item() for leaf in single if not depends(leaf)}  # such as sizes
         key = func, torch.is_grad_enabled(), _autocast(), shapes_in((args, kwargs)), *numbers.values()
-        if key not in self._found:
-            meta, values = torch.device("meta"), pytree.tree_leaves((args, kwargs))
-            if _autocast():
-                meta = leaves[0].device
-            made = {id(leaf): TensorSpec.of(leaf).zeros(meta) for leaf in leaves}
-            made |= {
-                id(leaf): torch.tensor(numbers[id(leaf)], dtype=leaf.dtype) for leaf in leaves if id(leaf) in numbers
-            }
-            asked = (value for value in values if isinstance(value, torch.device))
-            device = next((leaf.device for leaf in leaves if leaf.is_meta), next(asked, leaves[0].device))
-            a, k = _map_tensors((args, kwargs), lambda leaf: made[id(leaf)] if isinstance(leaf, Tensor) else meta)
-            try:
-                with _without_saved_tensor_hooks():
-                    result = func(*a, **k)
-            except Exception as error:  # whatever an operation says that asks for values
-                raise CapabilityError(
-                    f"{_name(func)} of what another stage has gives shapes that depend on values{line_of_user()}: "
-                    f"{error}"
-                ) from error
-            self._found[key] = spec_of(result, [made[id(leaf)] for leaf in leaves]).changed(device=device)
-        return self._found[key]
+        return self._remembered(key, partial(self._try_operation, func, args, kwargs, leaves, numbers))
+
+    def _try_operation(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, leaves: Sequence[Tensor], numbers: Mapping[int, Any]
+    ) -> ResultSpec:
+        meta, values = torch.device("meta"), pytree.tree_leaves((args, kwargs))
+        if _autocast():
+            meta = leaves[0].device
+        made = {id(leaf): TensorSpec.of(leaf).zeros(meta) for leaf in leaves}
+        made |= {id(leaf): torch.tensor(numbers[id(leaf)], dtype=leaf.dtype) for leaf in leaves if id(leaf) in numbers}
+        asked = (value for value in values if isinstance(value, torch.device))
+        device = next((leaf.device for leaf in leaves if leaf.is_meta), next(asked, leaves[0].device))
+        a, k = _map_tensors((args, kwargs), lambda leaf: made[id(leaf)] if isinstance(leaf, Tensor) else meta)
+        try:
+            with _without_saved_tensor_hooks():
+                result = func(*a, **k)
+        except Exception as error:  # whatever an operation says that asks for values
+            raise CapabilityError(
+                f"{_name(func)} of what another stage has gives shapes that depend on values{line_of_user()}: {error}"
+            ) from error
+        return spec_of(result, [made[id(leaf)] for leaf in leaves]).changed(device=device)
+
+
+@dataclass(slots=True)
+class _Value:
+    """What is known of a tensor that is here.
+
+    Attributes:
+        key: by which stages know it.
+        alone: one stage computes it; every stage, otherwise.
+        taken: how many calls of units came before it, and before it was last taken.
+        nbytes: of the tensor.
+        behind: a later stage writes into it.
+    """
+
+    key: str
+    alone: bool
+    taken: tuple[int, int]
+    nbytes: int
+    behind: bool = False
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What is known of the memory of values that one stage computes.
+
+    Attributes:
+        there: whether it still is.
+        stale: every stage has made it, and another one has written into it.
+        name: of the buffer of code around units that it is of.
+    """
+
+    there: StorageWeakRef
+    stale: bool = False
+    name: str = ""
 
 
 class _EndedError(BaseException):
@@ -169,16 +221,19 @@ class StageForward(TorchFunctionMode):
         received: values from earlier stages.
         seed: for units and operations that may draw random numbers.
         bound: versions of weights are in the places of the parameters that this stage trains.
-        count: returns how many targets a loss counts; None where nobody asks.
+        note: is told of the operations that run here, and of their results; None where nobody asks.
 
     Attributes:
+        specs: the same.
         sent: what later stages need of the values that are here, and as text what they cannot know of results.
         calls: the units that were called, in their order.
         used: identities of the parameters and buffers that the frame took, with the units before (None before the
             first), each with the operation.
-        counted: how many targets each loss of the frame has counted, and its node.
         lives: of the values that one stage computes, where all of the model runs: how many calls of units came before
             them, how many before they were last taken, and their bytes.
+        spans: of the buffers that code around units changes, likewise: how many calls of units came before they were
+            first taken, and before they were last changed.
+        ended: the stage could not follow the forward to its end.
     """
 
     def __init__(
@@ -191,26 +246,23 @@ class StageForward(TorchFunctionMode):
         seed: Seed,
         *,
         bound: bool = False,
-        count: Count | None = None,
+        note: Note | None = None,
     ) -> None:
         super().__init__()
-        self._model, self._specs, self._cut, self._stage, self._seed = model, specs, cut, stage, seed
-        self._received, self._bound, self._count = received, bound, count
-        self.counted: list[Any] = []
+        self._model, self.specs, self._cut, self._stage, self._seed = model, specs, cut, stage, seed
+        self._received, self._bound, self._note = received, bound, note
         self._number, self._minor, self._at = 0, 0, 0
         self.borders: Any = None  # what watches them, in a recording
-        self._written_behind: list[Tensor] = []  # by operations of later stages
-        self._keys: Any = WeakTensorKeyDictionary()  # of values that one stage computes, and that are here
-        self._held: list[Tensor] = []  # all of them: graphs may keep others when the forward is run again
-        self._everywhere: Any = WeakTensorKeyDictionary()  # the same of what every stage computes
-        self._storages: dict[int, StorageWeakRef] = {}  # of the former
-        self._stale: list[Tensor] = []  # made by all, and written by another stage
-        self._stale_storages: set[int] = set()
-        self._ended = False
+        self._values: Any = WeakTensorKeyDictionary()  # of tensors that are here, each with its _Value
+        self._memories: dict[int, _Memory] = {}  # by storage
+        self._held: list[Tensor] = []  # graphs may keep others when the forward is run again
+        self._records: list[_Value] = []  # of all values, where all of the model runs
+        self._names: dict[int, str] = {}  # of tensors that were there before
+        self.ended = False
         self.sent: dict[str, Any] = {}
         self.calls: list[str] = []
         self.used: dict[int, dict[str | None, str]] = {}
-        self.lives: dict[str, tuple[int, int, int]] = {}
+        self.spans: dict[str, tuple[int, int]] = {}
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the forward, and return the output of the model; on an earlier stage it has placeholders.
@@ -218,7 +270,7 @@ class StageForward(TorchFunctionMode):
         Raises:
             CapabilityError: the model does something between its units that cannot be divided.
         """
-        units = self._specs.units
+        units = self.specs.units
         before = {path: vars(unit).pop("_compiled_call_impl", None) for path, unit in units.items()}
         try:
             for path, unit in units.items():
@@ -234,35 +286,89 @@ class StageForward(TorchFunctionMode):
                 if before[path] is not None:
                     vars(unit)["_compiled_call_impl"] = before[path]
         self._at = self._cut.last
-        for leaf in leaves_in(() if self._ended else output):
+        for leaf in leaves_in(() if self.ended else output):
             self._use(leaf, "the output of the model")
         self._check_views()
         return output
 
-    def _end(self) -> NoReturn:
-        """End the forward, as its way depends on what a later stage computes: it gets all that is here."""
-        if not self._ended:
-            self._ended = True
-            self.sent |= {key: value for value, key in self._keys.items()}
-            self._written_behind += [value for value, key in self._keys.items() if key in self._specs.written]
+    @property
+    def lives(self) -> dict[str, tuple[int, int, int]]:
+        return {value.key: (*value.taken, value.nbytes) for value in self._records}
+
+    def end(self) -> None:
+        """End the forward, if its way depends on what a later stage computes: that gets all that is here."""
+        if not self._behind:
+            return
+        if not self.ended:
+            self.ended = True
+            for tensor, value in self._values.items():
+                if value.alone:
+                    self.sent[value.key] = tensor
+                    value.behind |= value.key in self.specs.written
         raise _EndedError
 
     def _check_views(self) -> None:
         """Refuse to send several views of memory into which a later stage writes: there they would be apart."""
-        for written in self._written_behind:
-            storage = written.untyped_storage()._cdata
-            if sum(leaf.untyped_storage()._cdata == storage for leaf in leaves_in(self.sent)) > 1:
+        written = [_storage(tensor) for tensor, value in self._values.items() if value.behind]
+        if written:
+            sent = [_storage(tensor) for tensor in leaves_in(self.sent)]
+            if any(sent.count(storage) > 1 for storage in written):
                 raise CapabilityError(
                     "a later stage writes into a tensor of which it also has another view; let it write into a copy"
                 )
+
+    def kept(self, name: str, tensor: Tensor, alone: bool) -> Tensor:
+        """Return what a stage has in the place of a tensor that was there before the forward.
+
+        Args:
+            name: of it.
+            tensor: what it finds.
+            alone: it alone has computed this.
+        """
+        key, unit = f"state {name}", self.specs.state.get(name)
+        if isinstance(tensor, nn.Parameter):
+            return tensor
+        if key in self._received:
+            tensor = self._taken(key)
+        elif isinstance(tensor, Placeholder) or (
+            unit is not None and self._stage is not None and self._cut.stages[unit] != self._stage
+        ):
+            return Placeholder(TensorSpec.of(tensor), f"{name}, as an earlier forward has left it")
+        elif unit is None and not alone:
+            self._names[id(tensor)] = name
+            return tensor
+        self._own(tensor, key)
+        self._memories[_storage(tensor)].name = name if unit is not None else ""
+        return tensor
+
+    def born(self, tensor: Tensor) -> int | None:
+        """Return how many calls of units came before a value that one stage computes; None for others."""
+        found = self._values.get(tensor)
+        return found.taken[0] if found is not None and found.alone else None
+
+    def check_state(self, name: str, buffer: bool) -> None:
+        """Make sure that the forward may have changed a tensor that was there before.
+
+        Raises:
+            CapabilityError: stages do not know of it.
+        """
+        if name not in self.specs.state:
+            self._refuse_write("code between layers", name, buffer)
+
+    def _refuse_write(self, by: str, name: str, buffer: bool) -> NoReturn:
+        if buffer and self._stage is None:
+            raise HiddenWriteError(f"{by} changes the buffer {name}{line_of_user()}", buffer=name)
+        hint = "take an example that does so, too" if buffer else "make it a buffer (register_buffer)"
+        raise CapabilityError(
+            f"{by} writes into {name or 'a tensor'}, which was there before the forward{line_of_user()}; let it make a "
+            f"new tensor, or {hint}"
+        )
 
     def _given(self, leaf: Any) -> Any:
         """Return an argument of the model; one in floating point is a value of the first stage."""
         if isinstance(leaf, Placeholder | TensorSpec) or (isinstance(leaf, Tensor) and leaf.is_floating_point()):
             spec = leaf if isinstance(leaf, TensorSpec) else TensorSpec.of(leaf)
             return self._noted(leaf if self._mine and isinstance(leaf, Tensor) else spec, (), "an input of the model")
-        if isinstance(leaf, Tensor):
-            self._everywhere[leaf] = ""
         return leaf
 
     def _next(self) -> None:
@@ -274,6 +380,10 @@ class StageForward(TorchFunctionMode):
     @property
     def _mine(self) -> bool:
         return self._stage is None or self._at == self._stage
+
+    @property
+    def _behind(self) -> bool:
+        return self._stage is not None and self._at > self._stage
 
     def _noted(self, result: Any, leaves: Sequence[Tensor], origin: str) -> Any:
         """Number the tensors of a result, and put placeholders, or what was received, for those of other stages."""
@@ -309,16 +419,14 @@ class StageForward(TorchFunctionMode):
             self.sent[key] = text
             device = next((leaf.device for leaf in leaves), torch.device("cpu"))
             return self._noted(result_of_text(text, device), leaves, origin)
-        behind = self._stage is not None and self._at > self._stage
-        if behind and what in self._specs.units and what in self._specs.untold:
-            self._end()
+        if what in self.specs.units and what in self.specs.untold:
+            self.end()
         try:
             found = expected()
             if _has_numbers(found):
                 raise CapabilityError(f"the example does not show that {origin} gives numbers{line_of_user()}")
         except CapabilityError:
-            if behind:
-                self._end()
+            self.end()
             raise
         return self._noted(found, leaves, origin)
 
@@ -328,7 +436,7 @@ class StageForward(TorchFunctionMode):
         Raises:
             CapabilityError: the example did not show that there is.
         """
-        specs, found = self._specs, spec_of(result, leaves)
+        specs, found = self.specs, spec_of(result, leaves)
         if self._stage is None:
             try:
                 known = _essence(found) == _essence(expected()) and not _has_numbers(found)
@@ -349,35 +457,49 @@ class StageForward(TorchFunctionMode):
     def _taken(self, key: str) -> Tensor:
         """Return a value that was received; a copy, if it may be written into."""
         received: Tensor = self._received[key]
-        return received.clone() if key in self._specs.written else received
+        return received.clone() if key in self.specs.written else received
 
     def _own(self, value: Tensor, key: str) -> None:
         if value.layout != torch.strided:
             raise CapabilityError(
                 f"a {value.layout} tensor of values of layers{line_of_user()} cannot be sent to others"
             )
-        self._keys.setdefault(value, key)
+        found = self._values.get(value)
+        if found is None or not found.alone:
+            self._values[value] = record = _Value(key, True, (len(self.calls), len(self.calls)), value.nbytes)
+            if self._stage is None:
+                self._records.append(record)
         if self._stage not in (None, self._cut.last) and torch.is_grad_enabled():
             self._held.append(value)
-        if self._stage is None:
-            self.lives.setdefault(key, (len(self.calls), len(self.calls), value.nbytes))
+        self._memory_of(value)
+
+    def _memory_of(self, value: Tensor) -> _Memory:
         storage = value.untyped_storage()
-        self._storages.setdefault(storage._cdata, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+        found = self._memories.get(storage._cdata)
+        if found is None or found.there.expired():  # type: ignore[no-untyped-call]
+            found = self._memories[storage._cdata] = _Memory(StorageWeakRef(storage))  # type: ignore[no-untyped-call]
+        return found
+
+    def _key_of(self, value: Tensor) -> str | None:
+        """Return the key of a value that one stage computes, and that is here."""
+        found = self._values.get(value)
+        return found.key if found is not None and found.alone else None
+
+    def _is_stale(self, value: Tensor) -> bool:
+        return bool(self._memories) and (found := self._memories.get(_storage(value))) is not None and found.stale
 
     def depends(self, value: Tensor) -> bool:
         """Whether one stage alone computes a value."""
-        if isinstance(value, Placeholder | nn.Parameter) or value in self._keys:
+        if isinstance(value, Placeholder | nn.Parameter) or self._key_of(value) is not None:
             return True
         if value.requires_grad and value.is_leaf:  # weights of a version
             return True
         if torch._C._functorch.is_functorch_wrapped_tensor(value):
             return self.depends(torch._C._functorch.get_unwrapped(value))
-        if not (self._storages or self._stale) or value.layout != torch.strided:
+        if not self._memories:
             return False
-        if (storage := value.untyped_storage()._cdata) in self._stale_storages:
-            return True
-        found = self._storages.get(storage)
-        return found is not None and not found.expired()  # type: ignore[no-untyped-call]
+        found = self._memories.get(_storage(value))
+        return found is not None and not found.there.expired()  # type: ignore[no-untyped-call]
 
     def _use(self, value: Tensor, by: str) -> None:
         """Note that something at the present place takes a value: it has to be here, or is sent on."""
@@ -387,26 +509,33 @@ class StageForward(TorchFunctionMode):
                     f"{by} takes the value of {value.origin}, which earlier stages did not expect to be needed, so it "
                     f"was not sent{line_of_user()}"
                 )
-            if self._stale and value.untyped_storage()._cdata in self._stale_storages:
+            if self._is_stale(value):
                 raise CapabilityError(f"{by} takes a tensor into which an earlier stage wrote{line_of_user()}")
-            if (key := self._keys.get(value)) in self.lives:
-                self.lives[key] = self.lives[key][0], len(self.calls), self.lives[key][2]
+            if (known := self._values.get(value)) is not None:
+                known.taken = known.taken[0], len(self.calls)
+            if self._stage is None and (name := self._name_of(value)):
+                self.spans.setdefault(name, (len(self.calls), len(self.calls)))
             return
         if self._stage is None or self._at < self._stage or isinstance(value, Placeholder | nn.Parameter):
             return
-        key = self._keys.get(value)
+        key = self._key_of(value)
         if key is not None:
             self.sent[key] = value
-        elif self._stale and value.untyped_storage()._cdata in self._stale_storages:
+        elif self._is_stale(value):
             return  # a later stage makes and writes it itself
         elif self.depends(value) and not (value.requires_grad and value.is_leaf):
             raise CapabilityError(f"{by} takes a tensor that was made in a way that cannot be seen{line_of_user()}")
+
+    def _name_of(self, value: Tensor) -> str:
+        """Return the name of the buffer that a tensor is of; "" for others."""
+        found = self._memories.get(_storage(value)) if self.specs.state else None
+        return found.name if found is not None else ""
 
     # --- units --------------------------------------------------------------------------------------------------------
 
     def call_unit(self, path: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a unit, or return what stands for its result."""
-        if self._ended:  # and somebody has caught that
+        if self.ended:  # and somebody has caught that
             raise _EndedError
         stage = self._cut.stages[path]
         if stage < self._at:
@@ -418,7 +547,7 @@ class StageForward(TorchFunctionMode):
         leaves = list(leaves_in((args, kwargs)))
         for leaf in leaves:
             self._use(leaf, path)
-        expected = partial(self._specs.of_unit, path, args, kwargs, leaves)
+        expected = partial(self.specs.of_unit, path, args, kwargs, leaves)
         if not self._mine:
             return self._elsewhere(path, expected, leaves, path)
         versions = [leaf._version for leaf in leaves if not leaf.is_inference()]
@@ -432,7 +561,10 @@ class StageForward(TorchFunctionMode):
                 result = call(*args, **kwargs)
             self.borders.end((*leaves_in(result), *leaves))
         if [leaf._version for leaf in leaves if not leaf.is_inference()] != versions:
-            raise WrittenArgumentError(path)
+            raise HiddenWriteError(
+                f"{path} writes into its argument, which other stages cannot see; let it make a new tensor "
+                "(inplace=False)", path,
+            )  # fmt: skip
         if held is not None and _sizes((args, tuple(kwargs.values()))) != held:
             raise CapabilityError(
                 f"{path} puts something into a list or dict that it is given, as caches do, which other stages cannot "
@@ -449,7 +581,7 @@ class StageForward(TorchFunctionMode):
     ) -> Any:
         """Run an operation of the frame, or return what stands for its result."""
         kwargs = kwargs or {}
-        if self._ended:
+        if self.ended:
             raise _EndedError
         if func in _ABOUT_TENSORS:
             return func(*args, **kwargs)
@@ -460,7 +592,7 @@ class StageForward(TorchFunctionMode):
                 func(loss, coefficient)
             return self.__torch_function__(torch.mul, types, (value, coefficient))
         name, leaves = _name(func), list(leaves_in((args, kwargs)))
-        if name in _DRAWING:
+        if name in DRAWING:
             self._seed(f"operation {self._number}/{self._minor}")
         written = _written(name, args, kwargs)
         if not any(map(self.depends, leaves)):
@@ -484,21 +616,22 @@ class StageForward(TorchFunctionMode):
             if leaf.is_leaf and self._stage is None:
                 before = self.calls[-1] if self.calls else None
                 self.used.setdefault(id(leaf), {}).setdefault(before, f"{name}{line_of_user()}")
-        if self._mine or (name == "detach" and leaves[0] in self._keys):  # of a received value, for torch's checkpoint
+        if self._mine or (name == "detach" and self._key_of(leaves[0])):  # of a received value, for torch's checkpoint
             return self._here(func, name, args, kwargs, leaves, written)
         if written is not None:
-            if not isinstance(written, Placeholder) and written not in self._keys:
-                self._stale.append(written)
-                self._stale_storages.add(written.untyped_storage()._cdata)
-            elif not isinstance(written, Placeholder) and self._at > (self._stage or 0):
-                self._written_behind.append(written)
+            if not isinstance(written, Placeholder):
+                self._held.append(written)
+                if self._key_of(written) is None:
+                    self._memory_of(written).stale = True
+                elif self._behind:
+                    self._values[written].behind = True
             self._next()
             return None if name == "__setitem__" else written
         if name in _ON_OWNER:
             self._next()
             return None
         return self._elsewhere(
-            func, partial(self._specs.of_operation, func, args, kwargs, leaves, self.depends), leaves, name
+            func, partial(self.specs.of_operation, func, args, kwargs, leaves, self.depends), leaves, name
         )
 
     def _here(
@@ -513,32 +646,33 @@ class StageForward(TorchFunctionMode):
             raise CapabilityError(f"{name} takes a parameter that another stage trains{line_of_user()}")
         versions = [leaf._version for leaf in leaves if leaf is not written and not leaf.is_inference()]
         result = func(*args, **kwargs)
-        if self._count is not None:
-            self.counted += [(number, result.grad_fn) for number in self._count(func, args, kwargs)]
+        if self._note is not None:
+            self._note(func, args, kwargs, result)
         if [leaf._version for leaf in leaves if leaf is not written and not leaf.is_inference()] != versions:
             raise CapabilityError(f"{name} writes into a tensor unseen{line_of_user()}; let it make a new one")
-        if written is not None and written not in self._keys:
-            if written not in self._everywhere:
-                raise CapabilityError(
-                    f"{name} writes into a tensor that was there before the forward, such as a buffer{line_of_user()}"
-                )
-            self._own(written, self._everywhere[written])
+        if written is not None and self._key_of(written) is None:
+            if written not in self._values:
+                before = self._names.get(id(written), "")
+                self._refuse_write(name, before, before in dict(self._model.named_buffers()))
+            self._own(written, self._values[written].key)
         if written is not None and self._stage is None:
-            storage = written.untyped_storage()._cdata
-            self._specs.written.update(
-                key for value, key in self._keys.items() if value.untyped_storage()._cdata == storage
+            storage = _storage(written)
+            self.specs.written.update(
+                value.key for tensor, value in self._values.items() if value.alone and _storage(tensor) == storage
             )
+            if buffer := self._name_of(written):
+                self.spans[buffer] = self.spans[buffer][0], len(self.calls)
         elif (
             written is not None
-            and self._keys[written] in self._received
-            and self._keys[written] not in self._specs.written
+            and (key := self._values[written].key) in self._received
+            and (key not in self.specs.written)
         ):
             raise CapabilityError(
                 f"{name} writes into a value of an earlier stage, which the example does not{line_of_user()}; take an "
                 "example that does, or let it make a new tensor"
             )
-        if written is None and name not in _ON_OWNER and (self._stage is None or func in self._specs.untold):
-            expected = partial(self._specs.of_operation, func, args, kwargs, leaves, self.depends)
+        if written is None and name not in _ON_OWNER and (self._stage is None or func in self.specs.untold):
+            expected = partial(self.specs.of_operation, func, args, kwargs, leaves, self.depends)
             self._tell(func, expected, leaves, result)
         return self._noted(result, leaves, name)
 
@@ -546,23 +680,26 @@ class StageForward(TorchFunctionMode):
         self, func: Any, name: str, args: Any, kwargs: Any, leaves: Sequence[Tensor], written: Tensor | None
     ) -> Any:
         """Run an operation that every stage runs, such as one that makes a mask."""
-        if written is not None and self._everywhere.get(written, "") == "" and written not in self._keys:
-            raise CapabilityError(
-                f"{name} writes into a tensor that was there before the forward, such as an input{line_of_user()}"
-            )
+        if written is not None and written not in self._values:
+            before = self._names.get(id(written), "")
+            self._refuse_write(name, before, before in dict(self._model.named_buffers()))
         result = func(*args, **kwargs)
         self._minor += 1
         if not isinstance(result, Tensor) or any(result is leaf for leaf in leaves):
             for count, leaf in enumerate(leaves_in(result)):
-                self._everywhere.setdefault(leaf, f"{self._number}/{self._minor}.{count + 1}")
+                if not any(leaf is given for given in leaves):
+                    self._values.setdefault(leaf, self._by_every_stage(count + 1))
             return result
         key = f"{self._number}/{self._minor}.1"
         if key in self._received:  # an earlier stage wrote into it
             result = self._taken(key)
             self._own(result, key)
         else:
-            self._everywhere[result] = key
+            self._values[result] = self._by_every_stage(1)
         return result
+
+    def _by_every_stage(self, count: int) -> _Value:
+        return _Value(f"{self._number}/{self._minor}.{count}", False, (0, 0), 0)
 
 
 class _UnitCall:
@@ -572,6 +709,22 @@ class _UnitCall:
         self._forward, self._path, self._call = forward, path, call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        specs = self._forward.specs
+        if self._path not in specs.hooked:
+            return self._without_hooks(args, kwargs)
+        unit = specs.units[self._path]
+        hooks, unit._forward_hooks = unit._forward_hooks, OrderedDict()
+        try:
+            result = self._without_hooks(args, kwargs)
+        finally:
+            unit._forward_hooks = hooks
+        for key, hook in list(hooks.items()):
+            given = (args, kwargs) if key in unit._forward_hooks_with_kwargs else (args,)
+            found: Any = hook(unit, *given, result)
+            result = result if found is None else found
+        return result
+
+    def _without_hooks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stack: Any = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         if not stack or stack[-1] is not self._forward:
             raise CapabilityError(
@@ -714,11 +867,11 @@ def shapes_in(tree: Any) -> Any:
         return type(tree), *map(shapes_in, tree)
     if isinstance(tree, slice):
         return slice, shapes_in(tree.start), shapes_in(tree.stop), shapes_in(tree.step)
-    try:
-        hash(tree)
-    except TypeError:
-        return id(tree)
     return type(tree), tree
+
+
+def _storage(value: Tensor) -> int:
+    return int(value.untyped_storage()._cdata) if value.layout == torch.strided else 0
 
 
 def _name(func: Any) -> str:
@@ -801,7 +954,7 @@ _REFUSED = {
     "backward": "the graph is on several stages; take the gradient within one layer",
     "data_ptr": "each stage has memory of its own",
 }
-_DRAWING = frozenset(
+DRAWING = frozenset(
     (
         "dropout", "alpha_dropout", "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "rand", "randn",
         "randint", "randperm", "rand_like", "randn_like", "randint_like", "bernoulli", "bernoulli_", "multinomial",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import accumulate, pairwise, takewhile
 from time import perf_counter
@@ -21,13 +21,14 @@ from penstock.checks import did_you_mean
 from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.replay.stage_forward import (
     Cut,
+    HiddenWriteError,
     Specs,
     StageForward,
-    WrittenArgumentError,
     leaves_in,
     without_graphs,
 )
-from penstock.partition.replay.watch import UnitBorders, changed, state_of
+from penstock.partition.replay.state import HOOKS, FrameState, nothing_outside, variables_of
+from penstock.partition.replay.watch import UnitBorders
 
 _DIVIDED_OF_TORCH = (
     nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder,
@@ -80,13 +81,13 @@ class RecordedForward(NamedTuple):
 
     Attributes:
         groups: its units, in the order of the first calls.
-        written: keys of values that operations between units write into.
-        untold: units and operations whose results have shapes or numbers that depend on values.
+        specs: of them.
+        changed: names of what code between units changes.
     """
 
     groups: list[UnitGroup]
-    written: set[str]
-    untold: set[Any]
+    specs: Specs
+    changed: set[str]
 
 
 def record_forward(
@@ -96,7 +97,8 @@ def record_forward(
 
     Larger units are opened, so that their code runs between units. Where such code cannot be divided, the module whose
     code it is stays one unit, as do those of its class; where no module within the model is at fault, larger ones do. A
-    unit that writes into its argument is opened, since what code between units writes is seen.
+    unit that writes into its argument, or leaves something elsewhere, is opened, since what code between units does is
+    seen; and hooks of units that the forward itself registers run on every stage.
 
     Args:
         model: which.
@@ -112,26 +114,51 @@ def record_forward(
     with copies_of(model, args, kwargs) as (twin, given, named):
         counted = work_of_modules(twin, given, named)
     writing, closed, paths = set(opened), set[str](), dict(model.named_modules())
+    hooked, left, state = set[str](), set[str](), dict[str, str]()
     while True:
         with copies_of(model, args, kwargs) as (twin, given, named):
             units = units_of(twin, counted.work, largest, writing, closed)
             try:
-                return _grouped(twin, units, counted, given, named)
+                found = _grouped(twin, units, counted, given, named, hooked, state)
             except CapabilityError as error:
-                path = error.path if isinstance(error, WrittenArgumentError) else ""
-                if path and path not in closed and _can_be_opened(paths[path]):
-                    writing.add(path)
-                    continue
+                if isinstance(error, HiddenWriteError):
+                    if error.buffer and error.buffer not in state:
+                        state[error.buffer] = ""
+                        continue
+                    alike = _alike(paths, error.path) - closed
+                    if error.path in alike and _can_be_opened(paths[error.path]):
+                        writing |= alike
+                        left |= alike
+                        continue
                 path = _running(error.__traceback__, twin, units)
                 first = first or error.with_traceback(None)  # which would keep the copy
-        kind = type(paths[path])
-        alike = {path} if kind.__module__.startswith("torch.") else {p for p, m in paths.items() if type(m) is kind}
+            else:
+                seen = {path for path, unit in units.items() if unit._forward_hooks and not unit._backward_hooks}
+                with_hooks = {
+                    path for path in seen
+                    if len(units[path]._forward_hooks) > len(paths[path]._forward_hooks) or _within(path, left)
+                }  # fmt: skip
+                if with_hooks <= hooked:
+                    return found
+                hooked |= with_hooks
+                continue
+        alike = _alike(paths, path)
         if path and path not in closed and not alike & {*opened}:
             closed |= alike
         elif largest < 1:
             largest *= 2
         else:
             raise first
+
+
+def _alike(paths: Mapping[str, nn.Module], path: str) -> set[str]:
+    """Return the paths of modules of the same class; only the one for a class of torch."""
+    kind = type(paths[path])
+    return {path} if kind.__module__.startswith("torch.") else {p for p, m in paths.items() if type(m) is kind}
+
+
+def _within(path: str, others: Iterable[str]) -> bool:
+    return any(path.startswith(f"{other}.") for other in others)
 
 
 def _running(trace: TracebackType | None, model: nn.Module, units: Collection[str]) -> str:
@@ -341,12 +368,9 @@ def copies_of(model: nn.Module, *given: Any) -> Iterator[Any]:
         for key, hook in list(module._forward_pre_hooks.items()):
             if isinstance(getattr(hook, "__self__", None), Guard):
                 del module._forward_pre_hooks[key]
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        if any(p.is_meta for p in made[0].parameters()):
-            with _RealBesideMeta():
-                yield made
-        else:
-            yield made
+    real = _RealBesideMeta() if any(p.is_meta for p in made[0].parameters()) else nullcontext()
+    with nothing_outside(model), torch.random.fork_rng(devices=[]), torch.enable_grad(), real:
+        yield made
 
 
 def _grouped(
@@ -355,10 +379,12 @@ def _grouped(
     counted: CountedWork,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
+    hooked: Collection[str],
+    state: Mapping[str, str],
 ) -> RecordedForward:
-    specs = Specs(units)
-    frame = _watched(model, specs, args, kwargs)
-    groups = _in_turns(frame.calls)
+    specs = Specs(units, hooked=hooked, state=state)
+    frame, changed = _watched(model, specs, args, kwargs)
+    groups = _in_turns(frame.calls, frame.spans.values())
     if not groups:
         raise ConfigError(f"{type(model).__name__} calls no layers with weights, so it is one block: pass [model]")
     home = {path: number for number, group in enumerate(groups) for path in group}
@@ -372,7 +398,8 @@ def _grouped(
     for name, tensor in named_tensors(model):
         uses = {0 if unit is None else home[unit]: by for unit, by in frame.used.get(id(tensor), {}).items()}
         if name not in owners and (uses or id(tensor) not in taken):
-            owners[name] = min(uses, default=0)
+            first, _ = frame.spans.get(name, (0, 0))
+            owners[name] = home[frame.calls[max(first, 1) - 1]] if name in state else min(uses, default=0)
             bare[owners[name]].append(name)
         others = [group for group in sorted(uses) if group != owners.get(name)]
         if not isinstance(tensor, nn.Parameter) and others and id(tensor) in taken:
@@ -388,7 +415,8 @@ def _grouped(
     begins = [frame.calls.index(group[0]) for group in groups]
     bytes_taken = [sum(size for made, last, size in frame.lives.values() if made <= at < last) for at in begins]
     made = map(UnitGroup, map(tuple, groups), map(tuple, unused), map(tuple, bare), work, [0, *bytes_taken[1:]])
-    return RecordedForward(list(made), specs.written, specs.untold)
+    specs.state = {name: groups[owners[name]][0] for name in state}
+    return RecordedForward(list(made), specs, changed)
 
 
 def named_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -424,9 +452,14 @@ def _common(path: str, other: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _in_turns(calls: Sequence[str]) -> list[list[str]]:
-    """Return units in the order of their first calls; those whose calls lie between two of another unit are with it."""
+def _in_turns(calls: Sequence[str], spans: Iterable[tuple[int, int]]) -> list[list[str]]:
+    """Return units in the order of their first calls; those whose calls lie between two of another unit are with it, as
+    are those while which code between units uses and changes a buffer.
+    """
     last = {path: place for place, path in enumerate(calls)}
+    for first, end in spans:
+        path = calls[max(first, 1) - 1]
+        last[path] = max(last[path], end - 1)
     groups: list[list[str]] = []
     end = -1
     for path in dict.fromkeys(calls):
@@ -437,27 +470,29 @@ def _in_turns(calls: Sequence[str]) -> list[list[str]]:
     return groups
 
 
-def _watched(model: nn.Module, specs: Specs, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StageForward:
-    """Run a forward and watch it.
+def _watched(
+    model: nn.Module, specs: Specs, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[StageForward, set[str]]:
+    """Run a forward and watch it; returns it, and the names of what its code between units has changed.
 
     Raises:
         CapabilityError: it does something that stages which compute a part of it could not do alike.
     """
-    units = specs.units
-    inner = {id(module) for unit in units.values() for module in unit.modules()}
-    around = {path: module for path, module in model.named_modules() if id(module) not in inner}
-    hooked = next((path for path, module in around.items() if has_hooks(module)), None)
+    around = modules_around(model, specs.units.values())
+    hooked = hooked_backwards(around)
     if hooked is not None:
         raise CapabilityError(
-            f"{hooked or 'the model'} has hooks, but its code runs on every stage; put them on its layers"
+            f"{hooked or 'the model'} has hooks on backwards, but its code runs on every stage; put them on its layers"
         )
-    before = state_of(around.items())
     buffers = {
-        f"{path}.{name}": (b, b.clone()) for path, m in around.items() for name, b in m.named_buffers(recurse=False)
-    }
-    forward = StageForward(model, specs, Cut(dict.fromkeys(units, 0), 0), None, {}, no_seed)
+        f"{path}.{name}".removeprefix("."): (b, b.clone())
+        for path, m in around.items() for name, b in m.named_buffers(recurse=False)
+    }  # fmt: skip
+    forward = StageForward(model, specs, Cut(dict.fromkeys(specs.units, 0), 0), None, {}, no_seed)
+    state = FrameState(around, others_of(model))
+    state.add_stage(None)
     torch.manual_seed(_UNLIKELY)
-    with UnitBorders(units, forward.depends) as borders:
+    with state.of(None, forward) as left, UnitBorders(specs.units, forward.depends) as borders:
         forward.borders = borders
         forward.run(args, kwargs)
     if torch.initial_seed() != _UNLIKELY:
@@ -465,13 +500,32 @@ def _watched(model: nn.Module, specs: Specs, args: Sequence[Any], kwargs: Mappin
             f"code of {type(model).__name__} between layers seeds torch's random numbers, which are seeded for each of "
             "its operations, so that all stages draw alike; leave torch.manual_seed out, or put it into a layer"
         )
-    check_unchanged(model, before, around)
     for name, (buffer, copied) in buffers.items():
-        if not buffer.is_meta and not torch.equal(buffer, copied) and not copied.isnan().any():
-            raise CapabilityError(
-                f"an operation between layers writes into the buffer {name.lstrip('.')}; put it into one"
-            )
-    return forward
+        if (
+            name not in specs.state
+            and not buffer.is_meta
+            and not copied.isnan().any()
+            and not torch.equal(buffer, copied)
+        ):
+            raise HiddenWriteError(f"an operation between layers writes into the buffer {name}", buffer=name)
+    for name in specs.state.keys() & left.keys():
+        born = forward.born(left[name])
+        first, last = forward.spans.get(name, (born, born))
+        if first is not None and last is not None:
+            forward.spans[name] = min(first, born or first), max(last, born or last)
+    return forward, state.changed
+
+
+def modules_around(model: nn.Module, units: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules that are in no unit, whose code every stage runs, by path."""
+    inner = {id(module) for unit in units for module in unit.modules()}
+    return {path: module for path, module in model.named_modules() if id(module) not in inner}
+
+
+def others_of(model: nn.Module) -> list[tuple[str, Any]]:
+    """Return what a forward may change elsewhere than on modules around units: hooks, and variables of files."""
+    hooks = [(f"{path}.{key}".strip("."), vars(m)[key]) for path, m in model.named_modules() for key in HOOKS]
+    return [*hooks, *((variables.file, variables) for variables in variables_of(model.modules()))]
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -479,23 +533,10 @@ def has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, kind) for kind in kinds)
 
 
-def check_unchanged(model: nn.Module, before: Mapping[str, Any], around: Mapping[str, nn.Module]) -> None:
-    """Refuse a forward that has changed something on the modules around its units, which every stage runs.
-
-    Args:
-        model: whose forward.
-        before: `state_of` those modules.
-        around: these, by path.
-
-    Raises:
-        CapabilityError: it has.
-    """
-    name = changed(before, state_of(around.items()))
-    if name is not None:
-        raise CapabilityError(
-            f"the forward of {type(model).__name__} changes {name}, and each stage would do that with what it has; let "
-            "it return what it keeps, or draw from torch's random numbers"
-        )
+def hooked_backwards(modules: Mapping[str, nn.Module]) -> str | None:
+    """Return the path of one that has hooks on its backward, if any has: those on forwards run with its code."""
+    found = (path for path, module in modules.items() if module._backward_pre_hooks or module._backward_hooks)
+    return next(found, None)
 
 
 def no_seed(name: str) -> None:

@@ -1,86 +1,16 @@
-"""What a forward does beside computing: it changes attributes, draws random numbers, and passes values behind backs."""
+"""What crosses the border of a unit otherwise than as its arguments and results."""
 
 from __future__ import annotations
 
-import random
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import CapabilityError
-from penstock.partition.replay.stage_forward import leaves_in
-
-_COUNTING = (int, float, list, dict, set, deque, np.ndarray)  # of a class
-_DEEP = 4  # levels of containers and objects that are looked into
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
-
-
-def state_of(modules: Iterable[tuple[str, nn.Module]], *, random_numbers: bool = True) -> dict[str, Any]:
-    """Return what a forward might change on some modules, by name: attributes, with what containers and objects hold,
-    parameters and buffers by identity and number of writes, generators, and attributes of their classes; and the random
-    numbers of Python and NumPy.
-    """
-    seen: set[int] = set()
-    found: dict[str, Any] = {}
-    if random_numbers:
-        found = {"Python's random numbers": random.getstate(), "NumPy's random numbers": _numpy_state()}
-    for path, module in modules:
-        for key, value in vars(module).items():
-            name = f"{path}.{key}".removeprefix(".")
-            if key in ("_parameters", "_buffers"):
-                found |= {f"{path}.{k}".removeprefix("."): _looked_at(t, _DEEP, seen) for k, t in value.items()}
-            elif key not in ("training", "_compiled_call_impl", "_modules"):
-                found[name] = _looked_at(value, _DEEP, seen)
-        for kind in type(module).__mro__:
-            if not kind.__module__.startswith(("torch.", "builtins")):
-                own = {k: v for k, v in vars(kind).items() if not k.startswith("__") and isinstance(v, _COUNTING)}
-                found |= {f"{kind.__name__}.{key}": _looked_at(value, 2, seen) for key, value in own.items()}
-    return found
-
-
-def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Return the name of something that has changed, if anything has."""
-    return next((name for name in (*before, *now) if before.get(name) != now.get(name)), None)
-
-
-def _looked_at(value: Any, deep: int, seen: set[int]) -> Any:
-    if isinstance(value, _PLAIN):
-        return value
-    if isinstance(value, Tensor):
-        return id(value), None if value.is_inference() else value._version
-    if isinstance(value, np.ndarray):
-        return id(value), value.tobytes()
-    if isinstance(value, torch.Generator):
-        return value.get_state().numpy().tobytes()
-    if isinstance(value, np.random.Generator):
-        return repr(value.bit_generator.state)
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if deep == 0 or id(value) in seen or isinstance(value, nn.Module | type) or callable(value):
-        return id(value)
-    if isinstance(value, dict):
-        seen.add(id(value))
-        return [
-            (key if isinstance(key, _PLAIN) else id(key), _looked_at(v, deep - 1, seen)) for key, v in value.items()
-        ]
-    if isinstance(value, list | tuple | set | frozenset | deque):
-        seen.add(id(value))
-        return [_looked_at(part, deep - 1, seen) for part in value]
-    if hasattr(value, "__dict__"):
-        seen.add(id(value))
-        return id(value), _looked_at(vars(value), deep - 1, seen)
-    return id(value)
-
-
-def _numpy_state() -> Any:
-    state = np.random.get_state(legacy=False)
-    return str(state["state"]["pos"]), state["state"]["key"].tobytes()
+from penstock.partition.replay.stage_forward import HiddenWriteError, leaves_in
 
 
 class UnitBorders(TorchDispatchMode):
@@ -157,10 +87,10 @@ class UnitBorders(TorchDispatchMode):
         call, path = origin
         if call not in (0, self._call):
             by = f"{self._path} takes" if self._call else "code between layers takes"
-            raise CapabilityError(
+            raise HiddenWriteError(
                 f"{by} a value that {path} has left somewhere instead of returning it (an attribute, a list, what a "
-                "hook keeps), which other stages cannot see; let it be returned"
-            )
+                "hook keeps), which other stages cannot see; let it be returned", path,
+            )  # fmt: skip
         if self._call and call == 0 and self._depends(tensor):
             raise CapabilityError(
                 f"{self._path} takes a value of other layers that is none of its arguments, which other stages cannot "

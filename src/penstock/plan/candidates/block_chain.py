@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.plan.profile.layer_graph import LayerGraph
+from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.layer_row import between, running_sums
 from penstock.simulate.memory.held import HeldKind
 
@@ -107,7 +108,41 @@ class BlockChain:
         """Return how many of some stages have an update at least, however blocks are divided among them."""
         return max(stages - self._not_updated, int(self.updates[0, -1]))
 
-    def work_of_messages(
+    def stage_times(
+        self,
+        passes: PassSums,
+        cuts: npt.NDArray[np.intp],
+        again: npt.NDArray[np.bool_],
+        between: Sequence[int],
+        devices: Devices,
+        ranks: int,
+        slow: Floats | float = 1.0,
+        slices: int = 1,
+    ) -> tuple[Floats, Floats, Floats]:
+        """Return the seconds of each stage in a forward and in both parts of a backward; of a whole one in the first.
+
+        They include what messages take of the stage, and what lies between two passes. So runs that are forecast and
+        candidates that are searched for have the same times.
+
+        Args:
+            passes: sums over blocks; `self.halved` where backwards come in two halves.
+            cuts: where stages begin, and where the last one ends.
+            again: the stages that run each block again before its backward.
+            between: the stages whose input comes from another rank.
+            devices: on which they run.
+            ranks: of the whole run.
+            slow: how many times as long as the profile says each stage takes.
+            slices: of a sequence, which passes take one by one.
+        """
+        forward, first, second = (np.diff(sums[cuts]) * slow for sums in passes)
+        pause = devices.between * slices
+        there, back = self._work_of_messages(
+            cuts, between, lambda nbytes: devices.message_work(nbytes / slices, ranks) * slices
+        )
+        first = first + forward * again + back + pause
+        return forward + there + pause, first, second + devices.between if passes is self.halved else second
+
+    def _work_of_messages(
         self, cuts: npt.NDArray[np.intp], between: Sequence[int], work: Callable[[float], float]
     ) -> tuple[Floats, Floats]:
         """Return the seconds that messages take of each stage in a forward, and in a backward.
@@ -116,8 +151,7 @@ class BlockChain:
         does.
 
         Args:
-            cuts: where stages begin, and where the last one ends.
-            between: the stages whose input comes from another rank.
+            cuts, between: as of `stage_times`.
             work: seconds of a message of so many bytes, at each of its ends.
         """
         found, into = list[Floats](), np.array(between, int)

@@ -173,13 +173,9 @@ class CandidateTimes:
 
         There is a row for copies where any rank may offload.
         """
-        of, chain = self.of, self._chain
-        forward, first, second = (np.diff(sums[cuts]) * self._slow for sums in self._passes)
-        first = first + forward * self._which(activations, ActivationMemory.RECOMPUTED)
-        ranks = of.depth * of.width
-        there, back = chain.work_of_messages(cuts, self._between, lambda n: self._devices.message_work(n, ranks))
-        forward, first = forward + there + self._devices.between, first + back + self._devices.between
-        second = second + self._devices.between if of.method.halved else second
+        of, chain, again = self.of, self._chain, self._which(activations, ActivationMemory.RECOMPUTED)
+        where = cuts, again, self._between, self._devices, of.depth * of.width
+        forward, first, second = chain.stage_times(self._passes, *where, self._slow)
         parameters = float(chain.parameters[cuts[:-1], cuts[1:]].max())
         transfer = float((chain.crossing[cuts[self._between]] / self._along).max(initial=0.0))
         rows = [forward, first, second, self._updates(cuts)]

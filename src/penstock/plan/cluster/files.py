@@ -18,7 +18,7 @@ from penstock.yaml_file import numbers_in, parse_yaml
 Part = TypeVar("Part", bound=BaseModel)
 
 THIS_MACHINE = "this-machine"
-"""The name of the machine at hand, which commands measure (`penstock.measure.machine.this_machine`)."""
+"""The name of the machine at hand, which commands measure (`penstock.measure.this_machine`)."""
 _PRESETS = "presets.yaml"
 _MOST_BYTES = 1 << 20
 _TEXTS = ("format", "name", "source")  # keys whose values are no numbers

@@ -36,10 +36,10 @@ from penstock.plan.profile.layer_graph import LayerGraph
 from penstock.plan.simulated.candidate_trial import CandidateTrial
 from penstock.plan.simulated.chosen_plan import chosen_plan, rank_orders
 from penstock.plan.simulated.fitting_cuts import TimedCuts, place_of
-from penstock.plan.simulated.search_report import NEAREST, memory_excluded, nearest_fit, never_tried, why_not_tried
+from penstock.plan.simulated.search_report import memory_excluded, nearest_fit, never_tried, why_not_tried
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.layer_row import is_in_order
-from penstock.plan.stages.planned import Plan, Skipped
+from penstock.plan.stages.planned import Search, Skipped
 from penstock.schedule.ir.rank_numbers import RankOrder
 
 _MOST_TRIED = 1 << 11  # passes of all candidates of a method that is not one of the usual ones
@@ -56,8 +56,8 @@ def simulated_plans(
     optimizer_copies: float = 2.0,
     decides: bool = True,
     methods: Sequence[str] | None = None,
-) -> tuple[list[Plan], list[Skipped]]:
-    """Return the best plan of every method that fits, fastest first, and the classes that were skipped.
+) -> Search:
+    """Return the best plan of every method that fits, fastest first, and what explains them.
 
     Args:
         sizes: the graph at each microbatch size, by samples.
@@ -86,7 +86,7 @@ def simulated_plans(
             search.refuse(Skipped(name, why))
     if methods is None or SEARCHED.name in methods:
         search.look_for_an_order()
-    return search.plans()
+    return search.answer()
 
 
 class _Search:
@@ -243,8 +243,8 @@ class _Search:
         known = (self._best[each] for each in rivals)
         return min((trial.place(found) for trial, found in known), default=(math.inf, 0))
 
-    def plans(self) -> tuple[list[Plan], list[Skipped]]:
-        """Return the best plan of every method, the fastest of which has been proven, and what was skipped.
+    def answer(self) -> Search:
+        """Return the best plan of every method, the fastest of which has been proven, and what explains them.
 
         Where methods are equally fast, as all that flush are on a single stage, those come first of which fewer ranks
         recompute or move something to the host, and otherwise they stand in the order of `METHODS`.
@@ -260,14 +260,15 @@ class _Search:
                 self._refused.append(Skipped(str(of), f"refused: {str(error).splitlines()[0]}"))
                 del ranked[0]
         plans = [chosen_plan(trial, found, self._devices) for trial, found in ranked]
-        if plans and self._devices.memory is not None:
+        skipped, excluded = (*self._refused, *self._skipped), None
+        if not plans:
+            closest = nearest_fit(self._unfit, self._devices) or "see what was skipped, and why"
+            return Search(None, skipped, f"no plan fits: {closest}")
+        if self._devices.memory is not None:
             seconds = plans[0].seconds_per_sample
             met = [each for each in self._met.values() if each[1].method.name in USUAL or each[1].passes <= _MOST_TRIED]
             excluded = memory_excluded(met, seconds, self._chains, self._devices, self._schedules)
-            plans[0] = replace(plans[0], excluded=excluded)
-        nearest = None if plans else nearest_fit(self._unfit, self._devices)
-        said = [] if nearest is None else [Skipped(NEAREST, nearest.in_words(self._devices))]
-        return plans, [*said, *self._refused, *self._skipped]
+        return Search(plans[0], skipped, excluded=excluded, others=tuple(plans[1:]))
 
 
 def _check_chain(graph: LayerGraph) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from operator import itemgetter
-from typing import NamedTuple
 
 from penstock.byte_sizes import human_bytes, size_of
 from penstock.errors import CapabilityError, ScheduleError
@@ -16,11 +15,9 @@ from penstock.plan.candidates.planned_methods import METHODS, PLANNED, PlannedMe
 from penstock.plan.candidates.rank_memory import ACTIVATIONS, MESSAGES, OPTIMIZER
 from penstock.plan.candidates.schedule_cache import KnownSchedules
 from penstock.plan.simulated.candidate_trial import CandidateTrial
+from penstock.plan.simulated.fitting_cuts import LeastMemory
 from penstock.plan.stages.device_hierarchy import Devices
 from penstock.plan.stages.planned import LEAST_GAIN, Excluded, Skipped
-
-NEAREST = "all that was tried"
-"""What the list of what was skipped calls it."""
 
 _MOST_NEAR = 48  # candidates of which the nearest fit is looked for
 _MOST_FREED = 4  # candidates that are tried without a limit of memory
@@ -146,35 +143,49 @@ def memory_excluded(
 # --- where no plan fits -----------------------------------------------------------------------------------------------
 
 
-class NearestFit(NamedTuple):
-    """The candidate that fits into the least memory.
+def nearest_fit(trials: Iterable[CandidateTrial], devices: Devices) -> str | None:
+    """Return which candidate fits into the least memory, in how much, and what may help; None if none is known.
 
-    Attributes:
-        of: the candidate.
-        nbytes: bytes with which each device has room for its ranks.
-        kind: of what its fullest device holds, that which takes the most.
-        share: of that in what it holds.
+    Candidates whose devices hold the least on average come first, until no other one can hold less. Of ranks with
+    several stages the cuts are those that were found step by step, so that they may fit into less. Where devices
+    differ, none is looked for.
+
+    Args:
+        trials: candidates that do not fit.
+        devices: on which they do not.
     """
+    if devices.kinds:
+        return None
+    best: tuple[LeastMemory, Candidate] | None = None
+    ordered = sorted(((trial.held_on_average(), trial) for trial in trials), key=itemgetter(0))
+    for least, trial in ordered[:_MOST_NEAR]:
+        if best is not None and least >= best[0].nbytes:
+            break
+        try:
+            found = trial.least_memory()
+        except (ScheduleError, CapabilityError):
+            continue
+        if found is None or (devices.memory is not None and found.nbytes <= devices.memory):
+            continue  # more memory of devices is not what it lacks
+        if best is None or found.nbytes < best[0].nbytes:
+            best = found, trial.of
+    return None if best is None else _said_of_nearest(*best, devices)
 
-    of: Candidate
-    nbytes: float
-    kind: str
-    share: float
 
-    def in_words(self, devices: Devices) -> str:
-        """Return what is missing, and what may help, by what takes the most; that is not tried."""
-        limit = "" if devices.memory is None else f" of {human_bytes(devices.memory, 2)}"
-        return (
-            f"the closest is {self.of}: it fits with {_rounded_up(self.nbytes)} for each device instead{limit}; "
-            f"{self.share:.0%} of what its fullest one holds are {self.kind}, so {self._help(devices)} may help"
-        )
-
-    def _help(self, devices: Devices) -> str:
-        if self.kind in (ACTIVATIONS, MESSAGES) and self.of.sized.samples > 1:
-            return "a profile of smaller microbatches (--microbatch-sizes)"
-        if self.kind in (ACTIVATIONS, OPTIMIZER) and devices.host is None and devices.cores is None:
-            return "moving them to the host (--host-bandwidth)"
-        return "more devices (--devices)"
+def _said_of_nearest(least: LeastMemory, of: Candidate, devices: Devices) -> str:
+    """Return what is missing, and what may help, by what takes the most; that is not tried."""
+    kind = max(least.kinds, key=lambda name: least.kinds[name])
+    if kind in (ACTIVATIONS, MESSAGES) and of.sized.samples > 1:
+        help_ = "a profile of smaller microbatches (--microbatch-sizes)"
+    elif kind in (ACTIVATIONS, OPTIMIZER) and devices.host is None and devices.cores is None:
+        help_ = "moving them to the host (--host-bandwidth)"
+    else:
+        help_ = "more devices (--devices)"
+    limit = "" if devices.memory is None else f" of {human_bytes(devices.memory, 2)}"
+    return (
+        f"the closest is {of}: it fits with {_rounded_up(least.nbytes)} for each device instead{limit}; "
+        f"{least.kinds[kind] / least.nbytes:.0%} of what its fullest one holds are {kind}, so {help_} may help"
+    )
 
 
 def _rounded_up(nbytes: float) -> str:
@@ -184,33 +195,3 @@ def _rounded_up(nbytes: float) -> str:
         nbytes *= 1.001
         said = human_bytes(nbytes, 2)
     return said
-
-
-def nearest_fit(trials: Iterable[CandidateTrial], devices: Devices) -> NearestFit | None:
-    """Return the candidate that fits into the least memory; None where devices differ, or none is known.
-
-    Candidates whose devices hold the least on average come first, until no other one can hold less. Of ranks with
-    several stages the cuts are those that were found step by step, so that they may fit into less.
-
-    Args:
-        trials: candidates that do not fit.
-        devices: on which they do not.
-    """
-    if devices.kinds:
-        return None
-    best: NearestFit | None = None
-    ordered = sorted(((trial.held_on_average(), trial) for trial in trials), key=itemgetter(0))
-    for least, trial in ordered[:_MOST_NEAR]:
-        if best is not None and least >= best.nbytes:
-            break
-        try:
-            found = trial.least_memory()
-        except (ScheduleError, CapabilityError):
-            continue
-        if found is None or (devices.memory is not None and found.nbytes <= devices.memory):
-            continue  # more memory of devices is not what it lacks
-        if best is None or found.nbytes < best.nbytes:
-            kinds = found.kinds
-            kind = max(kinds, key=lambda name: kinds[name])
-            best = NearestFit(trial.of, found.nbytes, kind, kinds[kind] / found.nbytes)
-    return best

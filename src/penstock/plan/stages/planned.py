@@ -147,7 +147,6 @@ class Plan:
         samples: of a microbatch.
         settings: keys of `penstock train` that run it; empty where no run is possible.
         chunks: stages on each device.
-        excluded: what memory kept from being the plan; None if it is not known that anything was.
     """
 
     planner: str
@@ -157,7 +156,6 @@ class Plan:
     samples: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
     chunks: int = 1
-    excluded: Excluded | None = None
 
     @property
     def devices(self) -> int:
@@ -173,14 +171,23 @@ class Plan:
 
 @dataclass(frozen=True)
 class Search:
-    """What a planner answers.
+    """What a planner answers, and all that explains it.
 
     Attributes:
         plan: the best one; None if none fits.
         skipped: the classes of candidates that were not looked into.
-        why: why there is no plan, or "".
+        why: why there is no plan, with what comes closest where that is known; or "".
+        excluded: what memory kept from being the plan; None if it is not known that anything was.
+        others: the best plans of other methods, fastest first.
     """
 
     plan: Plan | None
-    skipped: tuple[Skipped, ...] = field(default=())
+    skipped: tuple[Skipped, ...] = ()
     why: str = ""
+    excluded: Excluded | None = None
+    others: tuple[Plan, ...] = ()
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """All of them, the best one first."""
+        return () if self.plan is None else (self.plan, *self.others)

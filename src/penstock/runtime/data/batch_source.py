@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -25,7 +26,6 @@ from penstock.errors import DataError, PenstockError
 from penstock.options.parallelism import Dims
 from penstock.runtime.data.checksum import checksum
 from penstock.runtime.data.microbatches import Microbatches, in_pairs, marked, microbatches_of
-from penstock.runtime.data.reuse_watch import ReuseWatch, batch_tensors
 from penstock.runtime.update.stop_request import StopRequest
 
 Batches = Iterable[Any]
@@ -66,7 +66,7 @@ class BatchSource:
         ahead: how many batches a rank behind the first reads ahead when it has taken the last sample of a batch; if one
             cannot be read, or is missing, it asks in time for an end before it.
         overlap: how many batches before a new one passes may still read when it is made
-            (`penstock.schedule.proof.data_read_ahead`).
+            (`penstock.schedule.proof.data_read_ahead`); a loader that writes into the first batch by then is refused.
         dims: along which dimensions whole batches are split.
 
     Attributes:
@@ -113,7 +113,8 @@ class BatchSource:
         self._samples: dict[tuple[int, int], tuple[Sample, int]] = {}
         self._fetched = 0
         self._exhausted = False
-        self._reuse = ReuseWatch(checksum, max(overlap, ahead))
+        self._keeps = max(overlap, ahead)
+        self._begun: list[Tensor] = []  # the first batch, as long as passes may read it
         self._stop = StopRequest() if stop is None else stop
         self._asked, self._end = 0, math.inf
 
@@ -132,14 +133,17 @@ class BatchSource:
                 one that is no pair; or the loader has written into a batch under way.
         """
         while self._fetched <= batch and not self._exhausted:
-            self._reuse.look()
+            before = _content(self._begun)
             given = next(self._batches, _END)
-            self._check_reuse()
+            if self._begun:
+                self._check_reuse(before)
             if given is _END:
                 self._exhausted = True
                 break
             following = in_pairs(given)
-            self._reuse.add(self._first + self._fetched, following, [self._first + number for number in self._held])
+            if not self._fetched:
+                tensors = (tensor for tensor in batch_tensors(following) if tensor.layout is torch.strided)
+                self._begun = [tensor for tensor in tensors if not tensor.is_nested]
             self._held[self._fetched], self._count[self._fetched] = self._divided(following)
             self._left[self._fetched] = self._reads
             if self._ahead:
@@ -211,13 +215,18 @@ class BatchSource:
         """Return the batches that were read ahead, but not trained on."""
         return list(self._whole.values())
 
-    def _check_reuse(self) -> None:
-        """Make sure that batches under way are still what they were; these cannot be finished otherwise."""
-        try:
-            self._reuse.check()
-        except DataError as error:
-            self._spoiled = error
-            raise
+    def _check_reuse(self, before: tuple[list[int], int]) -> None:
+        """Make sure that the loader has not written into its first batch; a batch under way cannot be finished then."""
+        if _content(self._begun) != before:
+            self._spoiled = DataError(
+                f"batch {self._first} was written into by the loader when it made the next one, which is read ahead, "
+                "while passes still read this one; let it make new tensors for each batch, such as\n"
+                "    batches = ((x.clone(), y.clone()) for x, y in loader)\n"
+                "    for report in pipeline.run(batches): ..."
+            )
+            raise self._spoiled
+        if self._fetched >= self._keeps and 0 not in self._held:
+            self._begun = []
 
     def _divided(self, batch: Any) -> tuple[Microbatches, int]:
         """The microbatches of a batch, and how many of them are no repetitions."""
@@ -286,11 +295,27 @@ class BatchSource:
 
     def _sample(self, batch: int, place: int) -> Sample:
         pair = self._held[batch][place]
-        _check_pair(pair, self._first + batch, place)
+        if not isinstance(self._held[batch], list | tuple):  # else it was checked when it was read
+            _check_pair(pair, self._first + batch, place)
         if self._dims:
             pair = marked(pair, self._dims, self._first + batch)
         known = self._shared or (batch >= _COMPARED and not all(tensor.is_cpu for tensor in batch_tensors(pair)))
         return Sample(pair[0], pair[1], 0 if known else checksum(pair), place < self._count[batch])
+
+
+def batch_tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors of a tree; without torch's walk, which is slow, where it is of tuples and lists."""
+    if type(tree) not in (tuple, list):
+        return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    return [found for part in tree for found in ((part,) if isinstance(part, Tensor) else batch_tensors(part))]
+
+
+def _content(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Return the counts of writes into tensors, and a checksum of those on the host for writes torch knows not of."""
+    if not tensors:
+        return [], 0
+    versions = [tensor._version for tensor in tensors if not tensor.is_inference()]
+    return versions, checksum([tensor for tensor in tensors if tensor.is_cpu])
 
 
 def could_not(rank: int, what: str, error: BaseException) -> str:

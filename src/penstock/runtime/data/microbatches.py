@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence, Sized
 from enum import Enum
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader, default_collate
 
 from penstock.comm.p2p.trees import Whole, is_marked, open_dataclasses
 from penstock.errors import DataError
@@ -106,21 +104,6 @@ def joined_outputs(parts: Sequence[Any], dims: Dims = 0) -> Any:
         return torch.cat(each, said if said and said < each[0].dim() else 0) if each[0].dim() else torch.stack(each)
 
     return pytree.tree_map(one, *parts)
-
-
-def warn_of_short_end(batches: Any, count: int) -> None:
-    """Warn if the last batch of a DataLoader will have too few samples, before those before it are trained on."""
-    if not isinstance(batches, DataLoader) or not batches.batch_size or batches.drop_last:
-        return
-    if batches.collate_fn is not default_collate or not isinstance(batches.sampler, Sized):
-        return  # what it makes of samples, or how many there are, is not known
-    whole, left = divmod(len(batches.sampler), batches.batch_size)
-    if 0 < left < count:
-        warnings.warn(
-            f"the last batch of the DataLoader will have {left} samples, too few for {count} microbatches, which ends "
-            f"the run with a DataError after the {whole} before it; drop_last=True leaves it out",
-            stacklevel=3,
-        )
 
 
 def _is_tensor(leaf: Any) -> bool:

@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.comm.core.rank_grid import RankKey
 from penstock.errors import ConfigError
 from penstock.runtime.data.batch_source import Batches, Portions, batches_in
-from penstock.runtime.data.resumed_data_check import DataPosition
 from penstock.runtime.engine.span_runner import Spans
 from penstock.runtime.engine.span_setup import SpanSetup
 from penstock.runtime.execute.evaluation_without_draining import Evaluating, readable
@@ -50,7 +48,6 @@ class Engine:
 
     Attributes:
         life: whether the pipeline is at rest.
-        position: the place of the run in its data.
     """
 
     def __init__(self, setup: SpanSetup, spans: Spans) -> None:
@@ -58,7 +55,6 @@ class Engine:
         self.life = spans.life
         self._data: Iterator[Any] | None = None  # of the current run, if it was an iterator
         self._stop = setup.ranks[0].stop
-        self.position = DataPosition(RankKey(0, setup.schedule.stage_at[0, 0].rank) in setup.grid.local)
 
     def train(
         self,
@@ -87,7 +83,7 @@ class Engine:
             raise ConfigError("training needs gradients, but run() was called under torch.no_grad()")
         self._stop.reset()
         self._spans.length = batches_in(batches)
-        batches = self.position.observed(self._with_unread(batches), self._spans.batches)
+        batches = self._with_unread(batches)
         halt = halts()
         if halt is not None and halt.at == self._spans.batches:  # the run before has ended where it would have halted
             with self.life.together():

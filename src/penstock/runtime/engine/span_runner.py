@@ -7,15 +7,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
-from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from penstock.comm.p2p.transport import Channel
 from penstock.errors import ConfigError, PenstockError
 from penstock.runtime.data.batch_source import Batches, BatchSource
-from penstock.runtime.data.lr_schedule_end import Schedules
 from penstock.runtime.data.microbatches import joined_outputs
 from penstock.runtime.engine.lifecycle import Lifecycle, left_behind
 from penstock.runtime.engine.span_setup import SpanSetup
@@ -26,9 +22,8 @@ from penstock.runtime.ops.bound import STEPPING
 from penstock.runtime.rank.batch_reports import Report
 from penstock.runtime.rank.snapshot import Saving
 from penstock.stage.blocks.loss import Loss, summed
-from penstock.stage.checks.changes_between_reports import ParameterWatch
+from penstock.stage.checks.changes_between_reports import LoopCheck
 from penstock.stage.checks.remotely_trained_modules import HeldElsewhere
-from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
 from penstock.weights.memory.buffers import NOT_WHOLE
 from penstock.weights.update_hooks import SHOWN
@@ -61,10 +56,11 @@ class Spans:
         self._left_after: int | None = None  # the batch after whose report the caller has left the current run
         self._stop = ranks[0].stop
         stages = [stage for state in ranks for stage in state.stages.values()]
-        self._schedules = Schedules(ranks[0].options.update.lr_scheduler, stages, grid)
+        weights = [stage.weights for stage in stages]
+        self._updaters = [each.updater for each in weights if isinstance(each, TrainedWeights)]
         self._borders = SpanBorders(grid, ranks, combine, setup.peers, held)
         alone = grid.group is None or (grid.width == 1 and not any(stage.ties for stage in stages))
-        self._watch = ParameterWatch([stage.module.tensors for stage in stages], partial(_stepped, stages), alone=alone)
+        self._loop = LoopCheck([stage.module.tensors for stage in stages], alone=alone)
         entrances = {n.rank for n in setup.schedule.stages if not setup.schedule.predecessors[n.index]}
         self._stop.alone = grid.group is None or grid.width * grid.tensor.size * len(entrances) == 1
         self.reporter = ranks[setup.last if grid.group is None else 0]
@@ -73,9 +69,7 @@ class Spans:
         self, batches: Batches, save: Saving | None, evaluate: Evaluating | None
     ) -> Generator[Report, None, bool]:
         """Train in one span, after which ranks hear who has left. Returns whether one has."""
-        with self.life.together():
-            scheduled = self._schedules.limit(batches, self.batches if self._setup.combine.apart else None)
-        source, start = self._setup.training_data(scheduled, self.batches, self.length), self.batches
+        source, start = self._setup.training_data(self._with_rates(batches), self.batches, self.length), self.batches
         self.length = None  # it counts from here
         if not self._begin(source, "run()", trains=True):
             return False
@@ -99,6 +93,26 @@ class Spans:
             if failure is not None:  # all batches before have been trained on, and reported
                 raise failure
         return left
+
+    def _with_rates(self, batches: Batches) -> Batches:
+        """Return the batches up to the first one whose update would have no learning rate.
+
+        That one counts as a batch that could not be read, so that all before it are finished. Every batch is taken to
+        make an update, because processes must agree on the end before they know which are skipped.
+        """
+        made = self.batches if self._setup.combine.apart else None
+        tables = [(each.rates.scheduled, each.updates if made is None else made) for each in self._updaters]
+        known = [(table, updates) for table, updates in tables if table is not None]
+        if not known or not hasattr(batches, "__iter__"):
+            return batches
+
+        def checked() -> Iterator[Any]:
+            for number, batch in enumerate(batches):
+                for table, updates in known:
+                    table.check(updates + number)
+                yield batch
+
+        return checked()
 
     def _evaluators(self, evaluate: Evaluating, training: Sequence[Executor]) -> list[Evaluator]:
         executors, delay = self._setup.evaluators(Channel.EVALUATION), self._setup.delay
@@ -197,15 +211,16 @@ class Spans:
     ) -> Generator[Report]:
         """Yield reports until the pipeline is empty again, also when the caller leaves the loop early (`leave`)."""
         count, self.life.running, watched = 0, True, ExitStack()
-        self._watch.begin()
         try:
             try:
                 watched.enter_context(self._setup.peers.during())
                 for report in reports:
                     count += 1
                     self.reporter.recorder.doing = f"rank {self.reporter.recorder.rank}, in the loop over reports"
-                    with self._watch.away(summing=self._grid.group is not None and _summing(parties)):
-                        yield report
+                    summing = self._grid.group is not None and _summing(parties)
+                    before = self._loop.counts(first=count == 1, summing=summing)
+                    yield report
+                    self._loop.check(before, first=count == 1, summing=summing)
             except GeneratorExit:  # the caller has left the loop: finish what is under way
                 if not self.life.abandoned and not sys.is_finalizing():  # at exit, no module can be relied on
                     self._left_after = self.batches + count - 1
@@ -270,9 +285,3 @@ class Spans:
 
 def _summing(parties: Sequence[Executor | Evaluator]) -> bool:
     return any(isinstance(party, Executor) and party.summing for party in parties)
-
-
-def _stepped(stages: Sequence[StageRuntime]) -> list[Tensor]:
-    """Return what the optimizers of some stages step."""
-    weights = [stage.weights for stage in stages]
-    return [p for each in weights if isinstance(each, TrainedWeights) for p in each.updater.parameters.values()]

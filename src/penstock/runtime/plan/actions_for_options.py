@@ -149,7 +149,7 @@ def with_own_sharding(given: GivenSchedule, options: PipelineOptions) -> Pipelin
 
     So it is added behind what else options add, such as recomputes, and other methods that follow are sharded alike.
     """
-    if not isinstance(given, ScheduleRequest) or not isinstance(given.method, str):
+    if not isinstance(given, ScheduleRequest) or callable(given.method):
         return options
     if options.data_parallel.sharding is not None or given.sharding is not None:
         return options
@@ -159,7 +159,7 @@ def with_own_sharding(given: GivenSchedule, options: PipelineOptions) -> Pipelin
 
 def without_own_sharding(given: GivenSchedule, options: PipelineOptions) -> GivenSchedule:
     """A schedule without the sharding that its method has by itself, where options ask for one."""
-    if not isinstance(given, ScheduleRequest) or not isinstance(given.method, str):
+    if not isinstance(given, ScheduleRequest) or callable(given.method):
         return given
     if options.data_parallel.sharding is None or given.sharding is not None:
         return given

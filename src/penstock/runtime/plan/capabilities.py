@@ -22,10 +22,10 @@ from penstock.schedule.build import ScheduleRequest, enough_in_flight
 from penstock.schedule.ir.schedule import Kind, Op, Schedule, chain, passes
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES
-from penstock.schedule.methods.corrections import CORRECTIONS
+from penstock.schedule.methods.corrections import find_correction
 from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
 from penstock.schedule.methods.table import METHODS
-from penstock.weights.corrections.base import Correction
+from penstock.weights.corrections.base import Correction, correction_spec
 
 _OPS = frozenset(HANDLERS) | {Op.FUSED}  # fused passes are taken apart before they run
 _RULES = frozenset(RULES) - {"frozen"}
@@ -232,7 +232,7 @@ def _check_uncorrected(schedule: Schedule, wanted: str) -> None:
     elif rule.copies_forward:
         lacks = "passes read predicted weights, and nothing says how they are predicted"
     elif wanted != "none":
-        lacks = f"its correction is missing ({CORRECTIONS[wanted].summary})"
+        lacks = f"its correction is missing ({find_correction(wanted).summary})"
     if lacks:
         alike = (METHODS[schedule.name].order if schedule.name in METHODS else "", schedule.rule, "none")
         same = [row.name for row in METHODS.values() if (row.order, row.rule, row.correction) == alike]
@@ -249,7 +249,7 @@ def check_correction(
         ConfigError: it does not.
     """
     method = METHODS.get(schedule.name)
-    wanted = "none" if method is None else method.correction
+    wanted = "none" if method is None else method.spec.name
     if correction is None:
         _check_uncorrected(schedule, wanted)
         return
@@ -258,9 +258,7 @@ def check_correction(
             f"{schedule.name}: this schedule's method has correction {wanted!r}, but correction {correction.name!r} "
             f"was given; pass staleness=correction_of({schedule.name!r}), or take the other method's schedule"
         )
-    if correction.name not in CORRECTIONS:
-        raise ConfigError(f"unknown correction {correction.name!r}; known: {', '.join(CORRECTIONS)}")
-    row = CORRECTIONS[correction.name]
+    row = correction_spec(correction)
     rules = row.rules
     if rules and schedule.rule not in rules:
         raise ConfigError(

@@ -16,7 +16,7 @@ from typing import Any
 
 from penstock.errors import ConfigError, ScheduleError
 from penstock.options.all_options import PipelineOptions
-from penstock.partition.aliased_parameters import check_shared_memory, shared_buffers
+from penstock.partition.aliased_parameters import check_shared_memory
 from penstock.partition.blocks import check_enough, cut_blocks
 from penstock.partition.emulated_delays import BlockDelays, resolve_both
 from penstock.partition.tied import Tie, find_ties
@@ -66,7 +66,6 @@ class UnprovenPlan:
         backward_delays: the same in backwards; None where they are those of forwards.
         auto: what the schedule was asked for with, if its microbatches in flight are still to be found, or have been,
             for links that take time.
-        shared_buffers: buffers that several stages have, by name, each with the other stages in words.
     """
 
     options: PipelineOptions
@@ -78,7 +77,6 @@ class UnprovenPlan:
     delays: BlockDelays
     backward_delays: BlockDelays | None
     auto: ScheduleRequest | None = field(default=None, kw_only=True)
-    shared_buffers: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
     @classmethod
     def of(
@@ -121,7 +119,7 @@ class UnprovenPlan:
         fault = parallel.combine.fault(
             plain,
             parallel.width,
-            staleness.correction_name,
+            staleness.spec.name,
             tied=bool(ties),
             fast=parallel.fast,
             delayed=staleness.chosen,
@@ -139,7 +137,7 @@ class UnprovenPlan:
         auto = adapting(given, options)
         check_limits_something(auto, options)
         places = options, given, schedule, parts, ties, inside, delays, backward
-        return UnprovenPlan(*places, auto=auto, shared_buffers=shared_buffers(blocks, parts))
+        return UnprovenPlan(*places, auto=auto)
 
     def prove(self) -> PipelinePlan:
         """The plan with the proof of its schedule.

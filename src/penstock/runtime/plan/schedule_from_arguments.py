@@ -16,7 +16,8 @@ from penstock.runtime.plan.actions_for_options import GivenSchedule, schedule_of
 from penstock.schedule.build import ScheduleRequest
 from penstock.schedule.ir.order import OrderFunction
 from penstock.schedule.ir.schedule import Schedule
-from penstock.schedule.methods.choice import MethodChoice, ProofOfChoice
+from penstock.schedule.methods.choice import MethodChoice, ProofOfChoice, method as own_choice
+from penstock.schedule.methods.method import Method
 from penstock.schedule.methods.method_parsing import written_method
 from penstock.schedule.proof.proof import Proof
 from penstock.weights.corrections.base import Correction
@@ -33,8 +34,8 @@ def correction_with(schedule: GivenSchedule) -> Correction | None:
     return None if chosen is None else correction_of(chosen.name, **chosen.correction)
 
 
-Chosen = Schedule | Proof | str | MethodChoice | OrderFunction
-"""What ranks run, as users say it: a method by name or as `penstock.method` returns it, an order, or a schedule."""
+Chosen = Schedule | Proof | str | Method | MethodChoice | OrderFunction
+"""What ranks run: a method (its name, a `Method`, or what `penstock.method` returns), an order, or a schedule."""
 
 
 def request_for(
@@ -51,7 +52,7 @@ def request_for(
     Raises:
         ConfigError: it is none of these, there is no such method, or a number is missing.
     """
-    if not isinstance(method, str | MethodChoice) and not _is_order(method):
+    if not isinstance(method, str | Method | MethodChoice) and not _is_order(method):
         given = cast(GivenSchedule, method)
         schedule_of(given)  # refuses what is none
         return given, correction or correction_with(given)
@@ -61,7 +62,7 @@ def request_for(
 
 
 def request_of(
-    chosen: str | MethodChoice | OrderFunction, stages: int, microbatches: int | None
+    chosen: str | Method | MethodChoice | OrderFunction, stages: int, microbatches: int | None
 ) -> tuple[ScheduleRequest, Correction | None]:
     """Return the schedule that a method asks for, and its correction.
 
@@ -74,6 +75,8 @@ def request_of(
     """
     if isinstance(chosen, str):
         chosen = written_method(chosen)
+    if isinstance(chosen, Method):
+        chosen = own_choice(chosen)
     if microbatches is None:
         raise ConfigError("how many microbatches is a batch split into? Give microbatches=, such as microbatches=8")
     check_whole("stages", stages)

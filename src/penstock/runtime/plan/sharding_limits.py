@@ -7,7 +7,6 @@ from penstock.options.all_options import PipelineOptions
 from penstock.schedule.ir.schedule import Op, Schedule
 from penstock.schedule.ir.sharding import Level, Sharding
 from penstock.schedule.ir.version_rules import RULES, Update
-from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.proof.unsharded_peaks import sums_wait
 from penstock.schedule.transforms.sharding import sharding_fault
@@ -69,7 +68,7 @@ def check_shown(schedule: Schedule, options: PipelineOptions) -> None:
         CapabilityError: no pipeline has them after an update.
     """
     level = schedule.sharding.level
-    ahead = CORRECTIONS[options.staleness.correction_name].reads_ahead
+    ahead = options.staleness.spec.reads_ahead
     ahead |= level is Level.FULL and RULES[schedule.rule].update is Update.ROTATE  # of the version that is whole
     if level is not Level.NONE and (options.precision.low is not None or ahead):
         raise CapabilityError(

@@ -93,7 +93,7 @@ class Reports:
             self._forwards[batch] = done
             return
         self._forwards.pop(batch, None)
-        found = self._losses.close(batch, shares=self._shares and not evaluation)
+        found = self._losses.close(batch, shares=self._shares and not evaluation, trains=not evaluation)
         if found is not None and not evaluation:
             self._losses.learn_here(batch, found.weight)
         if found is not None and self._part and not evaluation:

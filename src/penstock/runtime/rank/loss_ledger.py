@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from penstock.schedule.stage_state.microbatch_state import Piece
 from penstock.stage.blocks.loss import Loss, UnreadLoss, read_losses, summed
+from penstock.weights.decision import check_size, common_size
 
 
 class BatchLoss(NamedTuple):
@@ -45,20 +46,23 @@ class LossLedger:
         """Add the loss of a microbatch (or slice); of one that is added twice the last counts."""
         self._losses.setdefault(batch, {})[key] = loss
 
-    def close(self, batch: int, shares: bool) -> BatchLoss | None:
+    def close(self, batch: int, shares: bool, *, trains: bool = True) -> BatchLoss | None:
         """Sum up a batch whose last forward is done; None on ranks that know no loss.
 
         Args:
             batch: which.
             shares: keep the sum until it is contributed to a decision.
+            trains: the means of all microbatches have to be of as many elements of each sample.
         """
         losses = self._losses.pop(batch, None)
         if losses is None:
             return None
-        totals, weights, each = zip(*read_losses([*losses.values()]), strict=True)
+        totals, weights, each, sizes = zip(*read_losses([*losses.values()]), strict=True)
         total, weight, numbers = sum(totals), sum(weights), summed(each)
+        size = common_size(sizes) if trains else 0.0
+        check_size(batch, size)
         if shares:
-            self._shares[batch] = Loss(total, weight, numbers)
+            self._shares[batch] = Loss(total, weight, numbers, size)
         return BatchLoss(total / weight if weight else None, weight, numbers)
 
     def share(self, batch: int) -> Loss | None:

@@ -12,10 +12,10 @@ from penstock.comm.core.devices import Done, SideStream, is_accelerator
 from penstock.runtime.rank.snapshot import WRITTEN, Snapshot, older_kind, suffix
 from penstock.runtime.rank.tensor_pieces import own_pieces
 from penstock.runtime.update.decisions import Decisions
-from penstock.stage.checks.tensor_sums import tensor_sums
 from penstock.stage.sharded_stage_weights import ShardedWeights
 from penstock.stage.stage_runtime import StageRuntime
 from penstock.stage.trained_stage_weights import TrainedWeights
+from penstock.weights.memory.tensor_sums import tensor_sums
 
 Older = Mapping[int, Mapping[str, Tensor]]
 """Copies of versions before the newest, by how many updates before, and by name."""

@@ -128,7 +128,7 @@ class StageBuilder:
         loss = self._loss_of(stage) if ways.has_loss else None
         hands_on = bool(ways.outputs)
         alone = schedule.microbatches == self._options.data_parallel.width == 1 and not isinstance(self._loss, Mapping)
-        module = StageModule(blocks, loss, where, self._options, hands_on, self._device, plan.shared_buffers, alone)
+        module = StageModule(blocks, loss, where, self._options, hands_on, self._device, alone)
         module.division = division
         self._options.precision.kernels.check_device(module.device)
         check_casts({**module.tensors.trained, **module.tensors.frozen()}, self._options.precision, where)

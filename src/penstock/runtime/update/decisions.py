@@ -82,7 +82,8 @@ class Decisions:
         self._names = sorted(loss.numbers) or self._names
         if not self._counts:
             return share._replace(scale=scale)
-        return share._replace(loss=loss.total, weight=loss.weight, scale=scale, numbers=packed_numbers(loss.numbers))
+        numbers = packed_numbers(loss.numbers)
+        return share._replace(loss=loss.total, weight=loss.weight, scale=scale, numbers=numbers, size=loss.size)
 
     def common_share(self, batch: int, last: bool) -> Share:
         """Return what concerns all pipelines; `last` on a last stage, which knows evaluations up to this batch."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from penstock.checks import did_you_mean, no_option
 from penstock.errors import ConfigError
@@ -62,7 +62,7 @@ class Option:
         return (self.kind == "switch" or not isinstance(value, bool)) and _KINDS[self.kind][1](value)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CorrectionSpec:
     """One row of the table: a correction.
 
@@ -75,6 +75,16 @@ class CorrectionSpec:
         alike: all stages make the same updates from the same gradients, so that parameters they share stay equal.
         reads_ahead: passes read what updates predict, in place of versions; only the newest weights are kept.
         fault: returns why values of all its options do not go together, or None.
+        watches: updates of stages with a delay show it the weights before and after; each takes a scratch then.
+        estimates: backwards read an estimate of other weights than a version, in a buffer of its own.
+        without_delay: it corrects stages without a delay, too.
+        rewrites: it changes weights after the optimizer's step, where `penstock verify` does not observe it.
+        reads_states: it may look at optimizer states between updates.
+        recomputes: it goes with forwards that are run again.
+        low_precision: it goes with passes in 16 bits.
+        exact: its numbers equal those of the reference bit for bit; False if they differ by roundings.
+        corrector: (layout, place, **options) -> `penstock.Corrector` of a stage; None for the corrections that Penstock
+            brings, which `penstock.weights.corrections.registry` makes.
     """
 
     name: str
@@ -85,6 +95,21 @@ class CorrectionSpec:
     alike: bool = True
     reads_ahead: bool = False
     fault: Callable[[Mapping[str, float | None]], str | None] = lambda _: None
+    watches: bool = False
+    estimates: bool = False
+    without_delay: bool = False
+    rewrites: bool = False
+    reads_states: bool = True
+    recomputes: bool = True
+    low_precision: bool = True
+    exact: bool = True
+    corrector: Callable[..., Any] | None = None
+
+    def __str__(self) -> str:
+        """Its name."""
+        return self.name
+
+    __repr__ = __str__  # the same in every process, unlike that of a function
 
 
 def _ahead_fault(options: Mapping[str, float | None]) -> str | None:
@@ -104,19 +129,8 @@ _RESCHEDULE = Option(
     nullable=True,
 )
 
-_PREDICTED = ("predicted-forward", "predicted-stash")
-
-_FTPIPE = {
-    "ahead": Option(
-        1.0, "1: each update ahead at its own rate (FTPipe's sched_aware); 0: all at that of the next one", "switch"
-    ),
-    "weight_decay": Option(
-        0.0, "1: weight decay is part of the prediction, as in FTPipe's code; 0: it is not", "switch"
-    ),
-}
-
 _TABLE = (
-    CorrectionSpec("none", "nothing"),
+    CorrectionSpec("none", "nothing", reads_states=False),
     CorrectionSpec(
         "pipemare",
         "rates that begin lower where delays are long (T1), backwards on estimates of what forwards read (T2); "
@@ -133,6 +147,8 @@ _TABLE = (
             ),
         },
         alike=False,
+        watches=True,
+        estimates=True,
     ),
     CorrectionSpec(
         "spectrain", "forwards and backwards on weights predicted for one moment; 1809.02839", rules=("predicted",)
@@ -158,46 +174,14 @@ _TABLE = (
         "pipeoptim", "forwards on predicted weights, backwards on the newest; 2312.00839", rules=("predicted-forward",)
     ),
     CorrectionSpec(
-        "spike",
-        "spike compensation: a late gradient catches up at once; 2003.11666",
-        rules=("newest", "stash"),
-        alike=False,
-    ),
-    CorrectionSpec("lwp", "linear weight prediction, velocity form; 2003.11666", rules=_PREDICTED),
-    CorrectionSpec("lwp-weights", "linear weight prediction, weight form; 2003.11666", rules=_PREDICTED, buffers=1),
-    CorrectionSpec("spike-lwp", "spike compensation and prediction, velocity form", rules=_PREDICTED, alike=False),
-    CorrectionSpec(
-        "spike-lwp-weights",
-        "spike compensation and prediction, weight form",
-        rules=_PREDICTED,
-        buffers=1,
-        alike=False,
-    ),
-    CorrectionSpec("nag-pp", "torch's NAdam with a high beta1, on stashed weights; 2505.01099", rules=("stash",)),
-    CorrectionSpec(
-        "nag-pp-no-stash",
-        "the same on the newest weights, with momentum and rate by stage; 2505.01099",
-        rules=("newest",),
-        options={"reschedule": _RESCHEDULE},
-        alike=False,
-    ),
-    CorrectionSpec(
-        "gap-aware",
-        "gradients count the less the further the weights have moved; 1909.10802, FTPipe's form",
-        rules=("stash",),
-        buffers=2,
-        options={
-            "average": Option(0.999, "G, of the mean of squares of momentum", "share below 1"),
-            "eps": Option(1e-8, "against division by zero", "above 0"),
-        },
-        alike=False,
-    ),
-    CorrectionSpec(
         "error-feedback",
         'what a step should have been one update earlier is made up for; after 2606.30634, variant "penstock"',
         rules=("double-buffer",),
         buffers=1,
         options={"share": Option(1.0, "of the difference that is fed back", "share")},
+        watches=True,
+        without_delay=True,
+        rewrites=True,
     ),
     CorrectionSpec(
         "2bw-ahead",
@@ -215,6 +199,7 @@ _TABLE = (
             "b": Option(None, "weight of the last gradient", nullable=True),
         },
         reads_ahead=True,
+        reads_states=False,
         fault=_ahead_fault,
     ),
     CorrectionSpec(
@@ -226,30 +211,20 @@ _TABLE = (
             "beta": Option(0.5, "the share of the forward's weights that is left per update, from 0 to 1", "share")
         },
     ),
-    CorrectionSpec(
-        "ftpipe",
-        "weights predicted by momentum that decays (msnag); FTPipe, USENIX ATC 2021, and its code",
-        rules=_PREDICTED,
-        options=_FTPIPE,
-    ),
-    CorrectionSpec(
-        "ftpipe-aggregated",
-        "the same with the gradient that the next update has gathered so far (aggmsnag)",
-        rules=_PREDICTED,
-        options=_FTPIPE,
-    ),
 )
 
 CORRECTIONS: Mapping[str, CorrectionSpec] = MappingProxyType({row.name: row for row in _TABLE})
 """Every correction by its name."""
 
 
-def find_correction(name: str) -> CorrectionSpec:
-    """Return the row of a correction.
+def find_correction(name: str | CorrectionSpec) -> CorrectionSpec:
+    """Return the row of a correction, or a user's own as it is.
 
     Raises:
         ConfigError: there is none of that name.
     """
+    if isinstance(name, CorrectionSpec):
+        return name
     if name not in CORRECTIONS:
         raise ConfigError(
             f"unknown correction {name!r}.{did_you_mean(name, CORRECTIONS)} Known: {', '.join(CORRECTIONS)}"
@@ -257,34 +232,36 @@ def find_correction(name: str) -> CorrectionSpec:
     return CORRECTIONS[name]
 
 
-def correction_fault(rule: VersionRule, correction: str) -> str | None:
+def correction_fault(rule: VersionRule, correction: str | CorrectionSpec) -> str | None:
     """Return why a correction does not go with a version rule; None if it does.
 
     Rules under which passes read derived copies need a correction, which makes these.
     """
-    rules = CORRECTIONS[correction].rules
+    spec = find_correction(correction)
+    rules = spec.rules
     if rules and rule.name not in rules:
-        return f"correction {correction!r} needs version rule {' or '.join(rules)}, not {rule.name!r}"
-    if correction == "none" and (rule.copies_forward or rule.copies_backward):
+        return f"correction {spec.name!r} needs version rule {' or '.join(rules)}, not {rule.name!r}"
+    if spec.name == "none" and (rule.copies_forward or rule.copies_backward):
         makers = ", ".join(name for name, row in CORRECTIONS.items() if rule.name in row.rules)
         return f"rule {rule.name!r} reads weights that a correction makes; name it with --correction: {makers}"
     return None
 
 
-def options_of(correction: str, given: Mapping[str, float | None]) -> dict[str, float | None]:
+def options_of(correction: str | CorrectionSpec, given: Mapping[str, float | None]) -> dict[str, float | None]:
     """Return the options of a correction, with the defaults where none are given.
 
     Raises:
         ConfigError: it has no such option, the option does not accept the value, or values do not go together.
     """
-    known = CORRECTIONS[correction].options
+    spec = find_correction(correction)
+    known = spec.options
     for name, value in given.items():
         if name not in known:
-            raise ConfigError(no_option(f"correction {correction}", name, known))
+            raise ConfigError(no_option(f"correction {spec}", name, known))
         if not known[name].fits(value):
             got = "null" if value is None else value
-            raise ConfigError(f"correction {correction!r}: {name} takes {known[name].takes}; got {got}")
+            raise ConfigError(f"correction {spec.name!r}: {name} takes {known[name].takes}; got {got}")
     options = {name: given.get(name, option.default) for name, option in known.items()}
-    if (fault := CORRECTIONS[correction].fault(options)) is not None:
-        raise ConfigError(f"correction {correction!r}: {fault}")
+    if (fault := spec.fault(options)) is not None:
+        raise ConfigError(f"correction {spec.name!r}: {fault}")
     return options

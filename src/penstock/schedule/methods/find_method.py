@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import PurePath
 from types import MappingProxyType
 
-from penstock.checks import in_words, similarity
+from penstock.checks import did_you_mean, in_words, similarity
 from penstock.errors import ConfigError
+from penstock.schedule.ir.version_rules import RULES
+from penstock.schedule.methods.corrections import CORRECTIONS, correction_fault
 from penstock.schedule.methods.method import Method
 from penstock.schedule.methods.table import METHODS
+from penstock.schedule.orders import ORDERS
 
 _SIMILAR = 0.55
 _COMBINED = " It is a way to combine parallel pipelines, under most methods: width=2 combine.kind={}."
 _OPTIMIZER = " It is an optimizer, for use with most methods: optimizer.name={}."
+_EXAMPLE = " It is a file of its own in the repository: --file examples/methods/{}.py (docs/own-methods.md)."
+_EXAMPLES = {
+    "pipelined_backprop": ("spike", "lwp", "lwp-weights", "spike-lwp", "spike-lwp-weights"),
+    "ftpipe": ("ftpipe", "ftpipe-aggregated"),
+    "nag_pp": ("nag-pp", "nag-pp-no-stash"),
+    "gap_aware": ("gap-aware",),
+    "wpipe": ("wpipe", "2gw"),
+}
 _HINTS = MappingProxyType(
     {
         "zb-1p": " Use 'zb-auto' with as many microbatches on a rank as ranks: options limit=4 for 4 stages.",
@@ -22,6 +34,7 @@ _HINTS = MappingProxyType(
         **dict.fromkeys(("average", "model-averaging", "local-sgd"), _COMBINED.format("average")),
         **dict.fromkeys(("bmuf", "block-momentum"), _COMBINED.format("bmuf")),
         **dict.fromkeys(("avgpipe", "elastic"), _COMBINED.format("elastic")),
+        **{name: _EXAMPLE.format(file) for file, names in _EXAMPLES.items() for name in names},
         **{name: _OPTIMIZER.format(name) for name in ("basis-rotation", "muon", "nadam", "adan", "soap")},
     }
 )
@@ -47,13 +60,17 @@ _FILES = MappingProxyType(
 """Advice for files in the place of a method."""
 
 
-def find_method(name: str) -> Method:
-    """Return the row of a method, by name or alias.
+def find_method(name: str | Method) -> Method:
+    """Return the row of a method, by name or alias; of a user's own, itself.
 
     Raises:
-        ConfigError: no such method; the message suggests the nearest names.
+        ConfigError: no such method; the message suggests the nearest names. Or a user's own lacks something.
     """
     names = {alias: row for row in METHODS.values() for alias in (row.name, *row.aliases)}
+    if isinstance(name, Method):
+        if names.get(name.name) is not name:
+            _check_own(name, names)
+        return name
     key = name.lower().replace("_", "-")
     key = _CLASSES.get(key.removeprefix("schedule"), key)
     if key in names:
@@ -61,6 +78,25 @@ def find_method(name: str) -> Method:
     near = _nearest_rows(key)
     hint = _HINTS.get(key) or _FILES.get(PurePath(name).suffix) or (f" Did you mean {in_words(near)}?" if near else "")
     raise ConfigError(f"unknown method {name!r}.{hint} `penstock methods` lists all {len(METHODS)}.")
+
+
+def _check_own(method: Method, names: Mapping[str, Method]) -> None:
+    """Refuse a user's own method that has the name of another one, or parts that there are not.
+
+    Raises:
+        ConfigError: which.
+    """
+    who, spec = f"method {method.name!r}", method.spec  # which refuses a name that there is not
+    if method.name in names:
+        raise ConfigError(f"{who}: Penstock has a method of this name; give yours another one")
+    if method.rule not in RULES:
+        raise ConfigError(f"{who}: unknown version rule {method.rule!r}.{did_you_mean(method.rule, RULES)}")
+    if isinstance(method.order, str) and method.order not in ORDERS:
+        raise ConfigError(f"{who}: unknown order {method.order!r}.{did_you_mean(method.order, ORDERS)}")
+    if spec.name in CORRECTIONS and CORRECTIONS[spec.name] is not spec:
+        raise ConfigError(f"{who}: Penstock has a correction {spec.name!r}; give yours another name")
+    if fault := correction_fault(RULES[method.rule], spec):
+        raise ConfigError(f"{who}: {fault}")
 
 
 def _nearest_rows(key: str) -> list[str]:

@@ -15,8 +15,10 @@ from penstock.schedule.methods.corrections import CORRECTIONS, find_correction, 
 Written = float | str | tuple[int, ...] | None
 """The value of an option as it is written: a number or null, or a word or several numbers where it takes them."""
 
-RULE, CORRECTION = "rule", "correction"
-"""What an order of one's own takes besides its options: a version rule, and the correction of stale weights."""
+RULE, CORRECTION, METHOD = "rule", "correction", "method"
+"""What an order of one's own takes besides its options: a version rule, and the correction of stale weights; and which
+method of a file with several."""
+OWN = (RULE, CORRECTION, METHOD)
 
 _LARGEST = 1e12
 _WHOLE = re.compile(r"[+-]?[0-9]+")
@@ -56,8 +58,8 @@ def split_options(text: str, words: Collection[str] = ()) -> tuple[str, dict[str
 
 
 def numbers_of(options: Mapping[str, Written]) -> dict[str, Any]:
-    """Return the options of an order and of a correction, without the words `rule` and `correction`."""
-    return {name: value for name, value in options.items() if name not in (RULE, CORRECTION)}
+    """Return the options of an order and of a correction, without those of `OWN`."""
+    return {name: value for name, value in options.items() if name not in OWN}
 
 
 def written_method(text: str) -> MethodChoice:
@@ -111,6 +113,7 @@ class WrittenOrder:
         rule: its version rule; None for that of the file, or "flush".
         correction: of stale weights; None for none.
         correcting: the options of the correction that are given.
+        method: the name of the method, if the file holds several.
     """
 
     file: str
@@ -118,6 +121,7 @@ class WrittenOrder:
     rule: str | None = None
     correction: str | None = None
     correcting: Mapping[str, float | None] = field(default_factory=dict)
+    method: str | None = None
 
 
 def written_order(text: str, rule: str | None = None, correction: str | None = None) -> WrittenOrder:

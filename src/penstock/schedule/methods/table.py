@@ -13,8 +13,6 @@ from types import MappingProxyType
 from penstock.schedule.methods.method import Method
 from penstock.schedule.orders.nf1b import one_version_fault
 
-_BACKPROP = MappingProxyType({"optimizer.name": "sgd", "optimizer.nesterov": False})
-_NADAM = MappingProxyType({"optimizer.name": "nadam", "optimizer.weight_decay": 0.01})
 _TABLE = (
     Method("sequential", "one microbatch at a time", "the definition of training", "sequential", "flush"),
     Method("gpipe", "GPipe", "arXiv 1811.06965", "gpipe", "flush", aliases=("afab", "fill-drain")),
@@ -199,76 +197,6 @@ _TABLE = (
         correction="pipeoptim",
     ),
     Method(
-        "spike",
-        "pipelined backpropagation with spike compensation",
-        "arXiv 2003.11666",
-        "endless-1f1b",
-        "newest",
-        correction="spike",
-        settings=_BACKPROP,
-    ),
-    Method(
-        "lwp",
-        "pipelined backpropagation with linear weight prediction",
-        "arXiv 2003.11666",
-        "endless-1f1b",
-        "predicted-forward",
-        correction="lwp",
-    ),
-    Method(
-        "lwp-weights",
-        "the same, predicted from the last motion of the weights",
-        "arXiv 2003.11666",
-        "endless-1f1b",
-        "predicted-forward",
-        correction="lwp-weights",
-    ),
-    Method(
-        "spike-lwp",
-        "spike compensation and linear weight prediction",
-        "arXiv 2003.11666",
-        "endless-1f1b",
-        "predicted-forward",
-        correction="spike-lwp",
-        settings=_BACKPROP,
-    ),
-    Method(
-        "spike-lwp-weights",
-        "the same, predicted from the last motion of the weights",
-        "arXiv 2003.11666",
-        "endless-1f1b",
-        "predicted-forward",
-        correction="spike-lwp-weights",
-        settings=_BACKPROP,
-    ),
-    Method(
-        "nag-pp",
-        "NAG-PP, Nesterov's momentum on stashed weights",
-        "arXiv 2505.01099",
-        "endless-1f1b",
-        "stash",
-        correction="nag-pp",
-        settings=MappingProxyType({**_NADAM, "optimizer.beta1": 0.99}),
-    ),
-    Method(
-        "nag-pp-no-stash",
-        "NAG-PP on the newest weights",
-        "arXiv 2505.01099",
-        "endless-1f1b",
-        "newest",
-        correction="nag-pp-no-stash",
-        settings=_NADAM,
-    ),
-    Method(
-        "gap-aware",
-        "gap-aware gradients on stashed weights",
-        "arXiv 1909.10802, in FTPipe's form (USENIX ATC 2021)",
-        "endless-1f1b",
-        "stash",
-        correction="gap-aware",
-        settings=MappingProxyType({"optimizer.name": "sgd", "microbatches": 1}),
-    ),
-    Method(
         "error-feedback",
         "PipeDream-2BW with error feedback",
         "arXiv 2606.30634 (variant penstock)",
@@ -314,31 +242,6 @@ _TABLE = (
         "nf1b",
         "blended",
         correction="i-timeprest",
-    ),
-    Method(
-        "wpipe",
-        "WPipe, two groups of stages of which one has no delay",
-        "ICLR 2022 (Yang et al., group-based interleaved pipeline parallelism), and its code",
-        "wpipe",
-        "stash",
-        aliases=("2gw",),
-        settings=MappingProxyType({"max_grad_norm": None}),
-    ),
-    Method(
-        "ftpipe",
-        "FTPipe, weights predicted by momentum that decays (msnag)",
-        "FTPipe, USENIX ATC 2021, and its code",
-        "endless-1f1b",
-        "predicted-forward",
-        correction="ftpipe",
-    ),
-    Method(
-        "ftpipe-aggregated",
-        "the same with the gradient under way (aggmsnag)",
-        "FTPipe, USENIX ATC 2021, and its code",
-        "endless-1f1b",
-        "predicted-forward",
-        correction="ftpipe-aggregated",
     ),
 )
 

@@ -26,7 +26,6 @@ from penstock.schedule.orders.sequence_slices import seq1f1b, terapipe
 from penstock.schedule.orders.sequential import sequential
 from penstock.schedule.orders.v_auto import v_auto
 from penstock.schedule.orders.vocabulary_parallel import vocabulary_1f1b
-from penstock.schedule.orders.wpipe import wpipe
 from penstock.schedule.orders.zb_exact import zb_exact
 from penstock.schedule.orders.zb_v import zb_v
 from penstock.schedule.orders.zero_bubble import zb_auto, zb_h1, zb_h2, zb_interleaved
@@ -62,7 +61,6 @@ ORDERS: Mapping[str, OrderFunction] = MappingProxyType(
         "bpipe": bpipe,
         "vocabulary-1f1b": vocabulary_1f1b,
         "nf1b": nf1b,
-        "wpipe": wpipe,
         "forward-only": forward_only,
     }
 )

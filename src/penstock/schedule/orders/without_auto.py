@@ -34,14 +34,13 @@ WITHOUT_AUTO: Mapping[str, str] = MappingProxyType(
         "bpipe": "it moves activations between ranks that hold those of 1F1B's numbers",
         "vocabulary-1f1b": "its passes of the divided output layer stand where 1F1B's numbers put them",
         "nf1b": "how far its forwards run ahead makes its delay, so it is an option of its own (ahead=)",
-        "wpipe": "its two groups of stages take turns batch by batch, which says what is in flight",
         "forward-only": "it has no backwards to wait for",
     }
 )
 """Every order that does not take `in_flight="auto"`, with the reason."""
 
 
-def auto_refused(what: str, order: str, given: object) -> str:
+def auto_refused(what: str, order: object, given: object) -> str:
     """Say that an order takes no `auto`, and why.
 
     Args:
@@ -49,5 +48,5 @@ def auto_refused(what: str, order: str, given: object) -> str:
         order: its order, by name; another one is a user's own.
         given: `auto` or its like.
     """
-    why = WITHOUT_AUTO.get(order, "nothing is known of how an order of your own goes on with another number")
+    why = WITHOUT_AUTO.get(str(order), "nothing is known of how an order of your own goes on with another number")
     return f"{what} does not take in_flight={given!r}: {why}. Leave it out"

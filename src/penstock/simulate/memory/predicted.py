@@ -14,7 +14,7 @@ from typing import NamedTuple
 from penstock.schedule.ir.schedule import Schedule, Stage
 from penstock.schedule.ir.sharding import Level
 from penstock.schedule.ir.version_rules import RULES, Update
-from penstock.schedule.methods.corrections import CORRECTIONS
+from penstock.schedule.methods.corrections import CorrectionSpec, find_correction
 from penstock.schedule.methods.data_parallel_sync import REDUCE, Combine
 from penstock.schedule.proof.proof import Proof, StageFacts
 from penstock.schedule.proof.unsharded_peaks import sums_wait
@@ -23,8 +23,6 @@ from penstock.simulate.memory.held import Blockwise, Combination, Held, HeldKind
 from penstock.simulate.memory.memory_simulation import most_held
 from penstock.simulate.memory.snapshots import Snapshots
 from penstock.simulate.memory.stage_sizes import SnapshotBytes, StageBytes
-
-_ESTIMATING = "pipemare"
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class MemoryOptions:
         width: parallel pipelines.
         low_precision: passes compute in 16 bits, so there are master weights.
         blockwise: stages whose blocks are recomputed one by one, by index; all or none if a truth value.
-        correction: of stale weights, by name.
+        correction: of stale weights, by name or by its row.
         batches: of the run; the last new peak comes soon after `Proof.steady_from`.
         snapshots: that are taken on the way; None for none.
         combine: how pipelines agree.
@@ -46,12 +44,17 @@ class MemoryOptions:
     width: int = 1
     low_precision: bool = False
     blockwise: Blockwise = False
-    correction: str = "none"
+    correction: str | CorrectionSpec = "none"
     batches: int = 4
     snapshots: Snapshots | None = None
     combine: Combine = REDUCE
     averages: bool = False
     on_device: bool = False
+
+    @property
+    def spec(self) -> CorrectionSpec:
+        """The row of the correction."""
+        return find_correction(self.correction)
 
 
 class AlwaysThere(NamedTuple):
@@ -143,7 +146,7 @@ def _always_there(proof: Proof, stage: Stage, options: MemoryOptions) -> AlwaysT
 
 def _keeps_rows(schedule: Schedule, options: MemoryOptions) -> bool:
     """Return whether the newest weights, and their average, are rows while a span trains."""
-    level, ahead = schedule.sharding.level, CORRECTIONS[options.correction].reads_ahead
+    level, ahead = schedule.sharding.level, options.spec.reads_ahead
     return level is Level.FULL or (level is not Level.NONE and (options.low_precision or ahead))
 
 
@@ -177,12 +180,12 @@ def always_there(
         again: forwards are recomputed.
         divided: pipelines divide updates.
     """
-    spec, delayed = CORRECTIONS[options.correction], facts.delay.forward > 0
-    estimates = options.correction == _ESTIMATING and delayed and (options.low_precision or again)
+    spec, delayed = options.spec, facts.delay.forward > 0
+    estimates = spec.estimates and delayed and (options.low_precision or again)
     copies = facts.copies + estimates
     if spec.reads_ahead:  # its buffer is that of the newest weights, which low precision has anyway
         delayed = not options.low_precision
-    corrected = spec.buffers if delayed or options.correction in _ALWAYS else 0
+    corrected = spec.buffers if delayed or spec.without_delay else 0
     if not options.low_precision:
         rows = corrected if divided else 0  # no other correction goes with it
         newest = corrected if spec.reads_ahead else 0
@@ -194,15 +197,11 @@ def always_there(
 
 def rotates(rule: str, facts: StageFacts, options: MemoryOptions) -> bool:
     """Return whether updates of a stage take a scratch; arguments as of `always_there`."""
-    apart, spec = RULES[rule].update is Update.APART, CORRECTIONS[options.correction]
+    apart, spec = RULES[rule].update is Update.APART, options.spec
     if spec.reads_ahead:
         return True  # where it asks for previous values, as measured
-    watches = options.correction in _ALWAYS or (options.correction in _WATCHING and facts.delay.forward > 0)
+    watches = spec.watches and (spec.without_delay or facts.delay.forward > 0)
     return apart or watches or (not options.low_precision and facts.versions > 1)
-
-
-_ALWAYS = ("error-feedback",)
-_WATCHING = (_ESTIMATING, "gap-aware", "spike", "spike-lwp", "lwp-weights", "spike-lwp-weights")
 
 
 def _bytes_of(what: Held, sizes: Mapping[int, StageBytes], proof: Proof, place: int, options: MemoryOptions) -> int:
@@ -236,7 +235,7 @@ def _bytes_of(what: Held, sizes: Mapping[int, StageBytes], proof: Proof, place: 
 
 def _copied_bytes(kind: HeldKind, copies: SnapshotBytes, schedule: Schedule, place: int, options: MemoryOptions) -> int:
     """Return the bytes of what is copied for a snapshot; rules for which the pipeline is not drained have it so."""
-    spec, older, level = CORRECTIONS[options.correction], RULES[schedule.rule].delay, schedule.sharding.level
+    spec, older, level = options.spec, RULES[schedule.rule].delay, schedule.sharding.level
     if level is Level.NONE:
         if kind is HeldKind.OLDER_COPY:
             return copies.version

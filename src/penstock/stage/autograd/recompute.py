@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ConfigError
+from penstock.partition.replay.model_stages import ModelStage
 from penstock.schedule.transforms.recompute import Segments
 from penstock.stage.autograd.other_generators import GeneratorState, drawing_again, drawn_from, generator_states
 from penstock.stage.autograd.saved_bytes import storage_bytes
@@ -44,6 +45,7 @@ class RecomputeInput:
         nbytes: bytes that are saved.
         generators: states from before the forward of generators that it has drawn from, besides torch's own.
         frozen: states of frozen parameters by name, before the first forward of these blocks.
+        frames: what code of a whole model between its layers would have found, for each stage of one.
     """
 
     names: Sequence[str]
@@ -55,6 +57,7 @@ class RecomputeInput:
     nbytes: int
     generators: list[GeneratorState]
     frozen: dict[str, _State]
+    frames: dict[ModelStage, Any]
 
 
 class RecomputeInputSaver:
@@ -97,7 +100,8 @@ class RecomputeInputSaver:
         drawing = self._drawing()  # the loss may be among them
         generators = generator_states(self._blocks[name] for name in names if name in drawing) if drawing else []
         frozen = {} if tuple(names) in self._restless else self._frozen(names)
-        return RecomputeInput(names, value, wants, _states(leaves), states, buffers, nbytes, generators, frozen)
+        frames = frames_of(self._blocks[name] for name in names)
+        return RecomputeInput(names, value, wants, _states(leaves), states, buffers, nbytes, generators, frozen, frames)
 
     def after_forward(self, kept: RecomputeInput) -> None:
         """Drop the copies of buffers that the blocks have not changed.
@@ -160,17 +164,26 @@ class RecomputeInputSaver:
         try:
             for (module, key), tensor in kept.buffers.items():
                 module._buffers[key] = tensor
+            for stage, found in kept.frames.items():
+                stage.found = found
             with drawing_again(kept.generators):
                 yield
         finally:
             for (module, key), buffer in present.items():
                 module._buffers[key] = buffer
+            for stage in kept.frames:
+                stage.found = None
 
     def _frozen(self, names: Sequence[str]) -> dict[str, _State]:
         """Return states of the frozen parameters of some blocks, by name."""
         blocks = [(name, block) for name in names if isinstance(block := self._blocks[name], nn.Module)]
         named = [pair for name, block in blocks for pair in block.named_parameters(prefix=name)]
         return {name: _state(parameter) for name, parameter in named if not parameter.requires_grad}
+
+
+def frames_of(blocks: Iterable[Any]) -> dict[ModelStage, Any]:
+    """Return what code between layers of whole models would find, by stage."""
+    return {block: block.state() for block in blocks if isinstance(block, ModelStage)}
 
 
 def buffers_of(blocks: Iterable[Any]) -> dict[BufferPlace, Tensor]:

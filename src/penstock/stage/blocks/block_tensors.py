@@ -138,10 +138,13 @@ class BlockTensors:
             for module, key in self._found.places[name]:
                 module._parameters[key] = tensor  # type: ignore[assignment]  # a leaf tensor, not a Parameter
 
-    def placed(self) -> list[tuple[str, Tensor | None]]:
-        """Return what stands in the place of each parameter, by its name."""
-        places = [(name, module, key) for name, at in self._found.places.items() for module, key in at]
-        return [(name, dict(module._parameters).get(key)) for name, module, key in places]  # scripted ones lack get()
+    def replaced(self) -> str | None:
+        """Return the name of a parameter in whose place something else stands than was bound."""
+        for name, leaf in (self.bound or {}).items():
+            for module, key in self._found.places[name]:
+                if key not in module._parameters or module._parameters[key] is not leaf:
+                    return name
+        return None
 
     def hide(self) -> None:
         """Let the modules' own trained parameters have no values: their memory goes while weights are rows."""

@@ -13,8 +13,7 @@ import inspect
 import math
 import numbers
 import warnings
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ from torch.nn.modules.loss import _Loss
 from torch.utils import _pytree as pytree
 
 from penstock.checks import in_short
-from penstock.comm.p2p.trees import doubled, leaves_of, part, sample_dims, without_marks
+from penstock.comm.p2p.trees import count_samples, leaves_of, picked, sample_dims, sample_size, without_marks
 from penstock.errors import ConfigError
 from penstock.partition.sequence_slices import EQUAL_SLICES, Slicing
 from penstock.stage.blocks.loss_watch import LossWatch, NoMeanError, Share
@@ -35,18 +34,7 @@ LossFunction = Callable[[Any, Any], Any]
 """(output, target) -> the mean over the targets of a microbatch, as a scalar; or (sum, weight), or these and numbers.
 """
 AUXILIARY = "auxiliary"  # the number of the losses that blocks add on their way
-Counted = Sequence[tuple[float | Tensor | None, Any]]
-"""How many targets losses have counted, None if that is not known, and their nodes in graphs."""
-_NEAREST = 100  # nodes that are looked through for a loss in the graph of a model's own mean
-_LINEAR = frozenset(
-    f"{name}Backward"
-    for name in (
-        "Add", "Sub", "Rsub", "Mul", "Div", "Neg", "Sum", "Mean", "Stack", "Cat", "Unbind", "Select", "Squeeze",
-        "Clone", "Unsqueeze", "View", "UnsafeView", "ReshapeAlias", "Expand", "Alias", "ToCopy", "Copy", "Where",
-        "Addcmul",
-    )
-)  # fmt: skip
-"""Nodes of graphs through which a mean stays one."""
+_EXACT, _LARGE = 1 << 20, 1 << 26  # elements of an output that is tried in float64, and in variants
 _UNUSED = "appears to not have been used in the graph"  # torch's words of what `autograd.grad` is asked for
 _MEANS = ("mean", "batchmean")  # the second one over samples: of KLDivLoss
 
@@ -151,25 +139,22 @@ class WeighedLoss:
 
     Attributes:
         numbers: what it has returned beside sum and weight when it was last called.
+        size: how many elements of each sample its mean is of, as of the last call; 0 if that is not known.
+        frame: follows what the model itself computes.
     """
 
     numbers: Mapping[str, float | Tensor] = MappingProxyType({})
+    size = 0.0
 
     def __init__(self, loss: LossFunction, where: str, whole: bool = False, slicing: Slicing = EQUAL_SLICES) -> None:
         self._loss, self._where, self._whole, self._slicing = loss, where, whole, slicing
-        self._tried = False  # with parts of a microbatch
+        self._tried = set[int]()  # ways through the loss
         self._adds_up: bool | None = None  # the weight, over slices of a sequence
-        self._last: tuple[int, tuple[float, ...]] = -1, ()  # its batch, and how many elements of a sample it was of
         self._tells = False  # its weight; then nobody watches it, as compiled functions are slower meanwhile
+        self.frame = LossWatch()
 
     def __call__(
-        self,
-        output: Any,
-        target: Any,
-        *,
-        piece: tuple[int, int] | None = None,
-        batch: int = -1,
-        counted: Counted | None = None,
+        self, output: Any, target: Any, *, piece: tuple[int, int] | None = None
     ) -> tuple[Tensor, float | Tensor]:
         """Return the sum of a microbatch and its weight, which is a tensor if what was counted is on a GPU.
 
@@ -177,18 +162,14 @@ class WeighedLoss:
             output: of the model.
             target: of the microbatch, with the marks of the parts that belong to no sample.
             piece: (j, k) for slice j of k, whose share in the sequence only the loss knows.
-            batch: its number; -1 where batches are not told apart, in an evaluation.
-            counted: of a whole model's own losses; None of other blocks.
 
         Raises:
             ConfigError: the loss returned neither a scalar nor (sum, weight); or a scalar that is no mean over samples,
                 or that is of a slice.
         """
-        dims, marked = list(sample_dims(target)), target
-        target = without_marks(target)
-        own = 1.0 if self._tells else _own_share(counted, output, dims)
-        watch = None if self._tells else LossWatch(output, dims, own)
-        before = () if self._tried or self._whole else _writes(output, target)
+        marked, target = target, without_marks(target)
+        samples = float(count_samples(output, marked) or 1)
+        watch = None if self._tells else LossWatch(output, sample_dims(marked), samples, self.frame)
         with watch or nullcontext():
             result = call_loss(self._loss, output, target)
         pair = isinstance(result, tuple) and (len(result) == 2 or (len(result) == 3 and isinstance(result[2], Mapping)))
@@ -213,68 +194,25 @@ class WeighedLoss:
             raise self._error(
                 "the loss returned (sum, weight) before, and one number now; let it return the same always"
             )
-        samples = _samples(output, dims)
         weight: Share = samples
         try:
-            mean = watch.mean_of(total)
-            weight = samples * mean.shares[0]
-            untried = watch.has_samples and not (self._tried or self._whole)
-            if untried and weight and before == _writes(output, target):  # else it cannot be called with them again
-                self._tried = True
-                self._try_parts(output, marked, own, (total.detach(), float(weight)), watch.divides_by_number)
-            self._check_sizes(batch, [size / samples if samples else 0 for size in mean.sizes])
+            share, own = watch.mean_of(total)
+            weight, self.size = samples * share, 0.0 if own else sample_size(output, marked, samples)
+            if not (self._whole or watch.way in self._tried or watch.differentiates) and weight:
+                self._tried.add(watch.way)
+                _LossTrial(self._loss, self.frame, output, marked).run()
         except NoMeanError as error:
             if not self._whole:
                 raise self._error(_no_mean(str(error))) from None
         if isinstance(weight, Tensor):  # to look at it would be to wait for the device
             return times_weight(total, weight, output), weight
-        return (total * weight if weight else _zero(output, total)), weight
-
-    def _try_parts(self, output: Any, target: Any, own: Share | str, mean: tuple[Tensor, float], divides: bool) -> None:
-        """Make sure that the loss of all samples is the mean of those of two parts, each by its weight.
-
-        It is not if a loss compares samples, or takes a number that depends on all of them or on how many there are, or
-        divides by a constant that happens to be their number. One that draws random numbers is not compared.
-
-        Args:
-            output: of the model.
-            target: with the marks of the parts that belong to no sample.
-            own: as `LossWatch` takes it.
-            mean: what the loss has returned, and its weight.
-            divides: a sum was divided by a number, so the loss has to work with other samples.
-        """
-        samples, found = round(_samples(output, list(sample_dims(target)))), (float(mean[0]) * mean[1], mean[1])
-        dim = next((dim for _, dim in sample_dims(target) if dim is not None), 0)
-        of = functools.partial(_summed, _copy_of(self._loss), own)
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
-                if samples == 1:
-                    found, pairs = of(doubled(output, dim), doubled(target)), [(output, target)] * 2
-                else:
-                    pairs = [(part(output, samples, k, dim), part(target, samples, k)) for k in (0, 1)]
-                parts = [of(*pair) for pair in pairs]
-                floats = [mean[0], torch.zeros(()), *filter(_is_float, leaves_of(output))]
-                few = max(torch.finfo(tensor.dtype).eps for tensor in floats) ** 0.5
-                together = sum(total for total, _ in parts), sum(weight for _, weight in parts)
-                scales = max(abs(total) for total, _ in (found, *parts)), found[1]
-                same = all(abs(a - b) <= few * c for a, b, c in zip(together, found, scales, strict=True))
-                same = same or (samples > 1 and of(output, target)[0] != of(output, target)[0])
-        except NoMeanError:
-            raise
-        except Exception as error:
-            if not divides:
-                return
-            raise NoMeanError(f"a sum is divided by a number, and with other samples it fails ({error})") from None
-        if not same:
-            raise NoMeanError(
-                "that of all samples is not the mean of those of two parts of them, so it compares samples, or takes a "
-                "number that depends on how many there are"
-            )
+        return (total * weight if weight else times_weight(total, torch.zeros(()), output)), weight
 
     def _of_slice(self, weight: float | Tensor, number: int, output: Any, target: Any) -> float | Tensor:
         """Return the weight of a slice: its own if it counts tokens; else that of the sequence, counted once."""
         if self._adds_up is None and weight:
-            longer, targets = (doubled(tree, self._slicing.dimension, slices=True) for tree in (output, target))
+            along = self._slicing.dimension
+            longer, targets = (picked(tree, 1, (0, 0), along, slices=True) for tree in (output, target))
             with torch.no_grad():
                 _, twice = call_loss(self._loss, longer, without_marks(targets))
             ratio = float(self._given_weight(twice)) / float(weight)
@@ -286,18 +224,6 @@ class WeighedLoss:
                 )
             self._adds_up = ratio > 1.5
         return weight if self._adds_up is not False or not number else 0.0
-
-    def _check_sizes(self, batch: int, sizes: Sequence[float]) -> None:
-        """Make sure that the means of all microbatches of a batch are of as many elements of each sample."""
-        of, before = self._last
-        self._last = batch, tuple(sizes)
-        pairs = zip(sizes, before, strict=False)
-        same = len(sizes) == len(before) and all(not a or not b or math.isclose(a, b) for a, b in pairs)
-        if 0 <= batch == of and not same:
-            raise NoMeanError(
-                f"it is the mean over {_listed(sizes)} elements of each sample, and over {_listed(before)} in another "
-                "microbatch of the batch"
-            )
 
     def _given_weight(self, given: Any) -> float | Tensor:
         if not _is_number(given):
@@ -324,31 +250,127 @@ class WeighedLoss:
         return ConfigError(f"{self._where}: {text}")
 
 
-def _summed(loss: LossFunction, own: Share | str, output: Any, target: Any) -> tuple[float, float]:
-    """Return the sum of a mean over some samples, and its weight."""
-    dims = list(sample_dims(target))
-    with LossWatch(output, dims, own) as watch:
-        total = call_loss(loss, output, without_marks(target))
-    weight = _samples(output, dims) * float(watch.mean_of(total).shares[0])
-    return (float(total) * weight if weight else 0.0), weight
+class _LossTrial:
+    """Makes sure that the loss of two samples is the mean of those of each, weighted as it is found to be.
+
+    It is not if a loss compares samples, or takes a number that depends on all of them or on how many there are. The
+    two are of a microbatch; in variants of them outputs are others, and some targets zero or ignored, as microbatches
+    without padding say little about others.
+
+    Args:
+        loss: the function.
+        frame: has followed what the model itself has computed.
+        output: of the microbatch.
+        target: of it, with the marks of the parts that belong to no sample.
+    """
+
+    def __init__(self, loss: LossFunction, frame: LossWatch, output: Any, target: Any) -> None:
+        self._loss, self._frame, self._samples = _copy_of(loss), frame, count_samples(output, target) or 0
+        self._dim = next((dim for _, dim in sample_dims(target) if dim is not None), 0)
+        self._given = output, target
+        self._aligns = False
+
+    @torch.enable_grad()
+    def run(self) -> None:
+        """Try two samples.
+
+        Raises:
+            NoMeanError: the loss is no mean over samples.
+        """
+        if not self._samples:
+            return
+        given = _changed(self._given, Tensor.detach)
+        pair = self._picked(given, self._samples, (0, 1) if self._samples > 1 else (0, 0))
+        size = sum(leaf.numel() for leaf in leaves_of(pair[0]) if isinstance(leaf, Tensor))
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
+            for number, variant in enumerate(_variants(pair) if size <= _LARGE else (pair,)):
+                if number > 3 and self._aligns:  # other targets
+                    break
+                wide = _changed(variant, lambda leaf: leaf.double() if _is_float(leaf) else leaf)
+                if size > _EXACT or not self._try(wide):
+                    self._try(variant, must=not number)
+
+    def _picked(self, pair: Any, samples: int, which: Sequence[int]) -> Any:
+        output, target = pair
+        return picked(output, samples, which, self._dim), picked(target, samples, which)
+
+    def _try(self, pair: Any, *, must: bool = False) -> bool:
+        """Try a pair of an output and a target; False if that is not possible, unless it must be."""
+        found: list[tuple[float, float, float]] = []
+        try:
+            found = [self._of(*self._picked(pair, 2, (k,))) for k in (0, 1)]
+            found.append(self._of(*pair))
+        except NoMeanError:
+            if must or found:
+                raise
+            return False
+        except Exception as error:
+            if must:
+                raise NoMeanError(f"with one or two of the samples by themselves it fails ({error})") from None
+            return False
+        totals, weights, few = zip(*found, strict=True)
+        same = (abs(a + b - both) <= max(few) * max(abs(a), abs(b), abs(both)) for a, b, both in (totals, weights))
+        if math.isfinite(totals[2]) and not all(same):
+            if self._of(*pair) != found[2]:
+                raise NoMeanError("it returns another number when it is called again")
+            raise NoMeanError(
+                "that of two samples is not the mean of those of each, so it compares samples, or takes a number that "
+                "depends on how many there are"
+            )
+        return True
+
+    def _of(self, output: Any, target: Any) -> tuple[float, float, float]:
+        """Return a sum over samples, its weight, and how exact they are."""
+        target = _changed(target, Tensor.clone)
+        output = _changed(output, lambda leaf: leaf.detach().requires_grad_(_is_float(leaf)).clone())
+        torch.default_generator.manual_seed(0)
+        with LossWatch(output, sample_dims(target), self._samples, self._frame, calm=True) as watch:
+            total = call_loss(self._loss, output, without_marks(target))
+        self._aligns |= watch.aligns
+        weight = (count_samples(output, target) or 1) * float(watch.mean_of(total)[0])
+        coarse = max(torch.finfo(leaf.dtype).eps for leaf in (total, *leaves_of(output)) if _is_float(leaf))
+        return (float(total) * weight if weight else 0.0), weight, max(1e-5, coarse**0.5)
+
+
+def _variants(pair: Any) -> Iterator[Any]:
+    """Yield an output and target of two samples, and others that are made of them, the second one's more so."""
+    generator = torch.Generator().manual_seed(0)
+
+    def moved(leaf: Tensor) -> Tensor:
+        noise = torch.rand(leaf.shape, generator=generator) * (1 + 3 * _second(leaf))
+        return leaf.cpu() + 3 * noise - 1 if _is_float(leaf) else leaf.cpu()
+
+    def weaker(leaf: Tensor) -> Tensor:
+        return leaf.cpu() * (0.5 + torch.rand(leaf.shape, generator=generator) / 2) if _is_float(leaf) else leaf.cpu()
+
+    def some(leaf: Tensor, value: int | None) -> Tensor:
+        fits = value == 0 or (value and leaf.dtype.is_signed and not _is_float(leaf))
+        odd = torch.arange(leaf.numel()).view(leaf.shape) % 2 == 1
+        return leaf.cpu().masked_fill(_second(leaf) & odd, value or 0) if fits else leaf.cpu()
+
+    yield pair
+    for value in (None, 0, -100):
+        for other in (moved, moved, weaker):  # what is a probability must stay one
+            yield _changed(pair[0], other), _changed(pair[1], functools.partial(some, value=value))
+
+
+def _second(leaf: Tensor) -> Tensor:
+    """Return which elements are in the second half of a tensor."""
+    return torch.arange(leaf.numel()).view(leaf.shape) * 2 >= leaf.numel()
+
+
+def _changed(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Change the tensors of a tree, but for single numbers."""
+    return pytree.tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) and leaf.dim() else leaf, tree)
 
 
 def _copy_of(loss: LossFunction) -> LossFunction:
     """Return a copy of a loss that is an object, such as a module, with the same parameters: to be called, and left."""
+    loss = getattr(loss, "_orig_mod", getattr(loss, "_torchdynamo_orig_callable", loss))  # what was compiled
     held = loss.parameters() if isinstance(loss, nn.Module) else ()
     with suppress(Exception):  # it has what cannot be copied
         return copy.deepcopy(loss, {id(parameter): parameter for parameter in held})
     return loss
-
-
-def _writes(*trees: Any) -> tuple[int, ...]:
-    """Return how often tensors were written into."""
-    return tuple(
-        leaf._version
-        for tree in trees
-        for leaf in leaves_of(tree)
-        if isinstance(leaf, Tensor) and not leaf.is_inference()
-    )
 
 
 def _is_float(leaf: Any) -> bool:
@@ -357,55 +379,6 @@ def _is_float(leaf: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1)
-
-
-def _own_share(counted: Counted | None, output: Any, target: Sequence[tuple[Tensor, int | None]]) -> Share | str:
-    """Return the part of the samples that a mean counts which the model itself has computed, or why it has none."""
-    if counted is None:
-        return 1.0
-    means = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and not leaf.dim()]
-    nodes = linear = {node for _, node in counted}
-    if means and means[0].grad_fn is not None:
-        nodes, linear = _behind(means, nodes), _behind(means, nodes, _LINEAR)
-    if any(node in nodes and node not in linear for _, node in counted):
-        return "the model has computed it as a function of a mean of one of torch's losses"
-    numbers = [number for number, node in counted if node in nodes]
-    known = [number for number in numbers if number is not None]
-    if not known or len(known) < len(numbers):
-        return "the model has computed it otherwise than by a mean of one of torch's losses"
-    if any(float(other) != float(known[0]) for other in known[1:]):  # waits for a GPU
-        return "the model adds means that are divided by different numbers"
-    return known[0] / _samples(output, target)
-
-
-def _behind(means: Sequence[Tensor], losses: Collection[Any], through: Collection[str] = ()) -> set[Any]:
-    """Return the nearest nodes of the graph behind the numbers of a model, among which is that of a loss.
-
-    Args:
-        means: the numbers.
-        losses: nodes, behind which nobody looks.
-        through: names of nodes behind which one looks; all others, too, if there are none.
-    """
-    rest, found = deque(mean.grad_fn for mean in means), set[Any]()
-    while rest and len(found) < _NEAREST:
-        node = rest.popleft()
-        if node is not None and node not in found:
-            found.add(node)
-            name, behind = node.name().rstrip("s").rstrip("0123456789"), [edge[0] for edge in node.next_functions]
-            product = name in ("MulBackward", "DivBackward", "AddcmulBackward") and all(behind)
-            if node not in losses and (not through or (name in through and not product)):
-                rest += behind
-    return found
-
-
-def _listed(sizes: Sequence[float]) -> str:
-    return " and ".join(f"{size:g}" for size in sizes)
-
-
-def _samples(output: Any, target: Sequence[tuple[Tensor, int | None]]) -> float:
-    """Return the length of the target's dimension of samples or, if that has none, of the output's first one."""
-    dims = [*target, *sample_dims(output)]
-    return float(next((leaf.shape[dim] for leaf, dim in dims if dim is not None), 1))
 
 
 def _no_mean(why: str) -> str:
@@ -427,13 +400,6 @@ def times_weight(total: Tensor, weight: Tensor, output: Any) -> Tensor:
     return torch.where(weight > 0, (total.to(wide) * weight.to(wide)).to(total.dtype), 0.0)
 
 
-def _zero(output: Any, total: Tensor) -> Tensor:
-    """A loss without targets, as zero: torch's mean over none is NaN, which the backward would spread."""
-    outputs = [leaf for leaf in leaves_of(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    zeros: list[Tensor] = [leaf.flatten()[:0].sum().real for leaf in outputs]  # of no elements: 0 * inf is NaN
-    return sum(zeros, torch.zeros((), dtype=total.dtype, device=total.device))
-
-
 def _negative(weight: float) -> str:
     return f"the weight of a loss must not be negative, got {weight}"
 
@@ -443,11 +409,12 @@ def _named(value: Any) -> str:
 
 
 class Loss(NamedTuple):
-    """A loss sum and its weight, and numbers beside it."""
+    """A loss sum and its weight, numbers beside it, and how many elements of each sample its mean is of."""
 
     total: float
     weight: float
     numbers: Mapping[str, float] = MappingProxyType({})
+    size: float = 0.0
 
 
 class UnreadLoss(NamedTuple):
@@ -457,11 +424,13 @@ class UnreadLoss(NamedTuple):
         total: a number; or on a GPU, which one would have to wait for, a tensor of one element.
         weight: of the sum, likewise.
         numbers: beside it, likewise.
+        size: how many elements of each sample it is the mean of; 0 if that is not known.
     """
 
     total: float | Tensor
     weight: float | Tensor
     numbers: Mapping[str, float | Tensor] = MappingProxyType({})
+    size: float = 0.0
 
 
 def read_losses(losses: Sequence[UnreadLoss]) -> list[Loss]:
@@ -476,7 +445,7 @@ def read_losses(losses: Sequence[UnreadLoss]) -> list[Loss]:
     read = []
     for loss, row in zip(losses, values, strict=True):
         total, weight, *beside = [next(there) if isinstance(value, Tensor) else value for value in row]
-        read.append(Loss(total, weight, dict(zip(loss.numbers, beside, strict=True))))
+        read.append(Loss(total, weight, dict(zip(loss.numbers, beside, strict=True)), loss.size if weight else 0.0))
     wrong = next((loss.weight for loss in read if not loss.weight >= 0), None)
     if wrong is not None:
         raise ConfigError(_negative(wrong))

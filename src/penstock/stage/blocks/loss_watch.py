@@ -1,22 +1,17 @@
-"""Watches the call of a loss, to find out by which number its mean over a microbatch was divided.
+"""Watches how a loss is computed, to find out by which number its mean over a microbatch was divided.
 
 A mean over a batch is the mean of those over its microbatches, each weighted by the number that it was divided by. That
 is most often the number of samples; but torch's losses over classes ignore targets, and weigh classes, wherever a loss
 calls them, and a mask may pick some targets. So the operations of every call are followed from output and target to the
-number that the loss returns. A number that is not seen to be such a mean has no weight.
+number that the loss returns. They tell which part of its samples a mean counts, which may differ from call to call;
+whether samples are taken together in any other way is found by a trial (`penstock.stage.blocks.loss`).
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
-from operator import mul
-from pathlib import Path
-from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from penstock.comm.p2p.trees import leaves_of
+from penstock.partition.replay.stage_forward import DRAWING
 
 Share = float | Tensor
 """Of a mean: the part of its samples that it counts; a tensor on a GPU."""
@@ -36,39 +32,37 @@ class _Data(NamedTuple):
 
     Attributes:
         share: the part of its elements that masks have picked.
-        dim: its dimension of samples, or the first one if that is of samples and what came behind; None if unknown.
+        averaged: it is a mean over some dimensions, perhaps over samples.
     """
 
     share: float = 1.0
-    dim: int | None = 0
-
-    def size_of(self, tensor: Tensor) -> float:
-        """Return how many elements it had before masks picked some; 0 where none is left to tell."""
-        return tensor.numel() / self.share if self.share else 0
+    averaged: bool = False
 
 
 class _Sum(NamedTuple):
     """A sum over samples.
 
     Attributes:
-        of: the shape of the tensor that was added up.
-        share: the part of its elements that masks had picked.
+        size: of how many elements, the ones included that masks left out.
+        share: the part of them that masks have picked.
+        scaled: it was multiplied or divided by a number, or averaged before, so it may be a mean.
     """
 
-    of: tuple[int, ...]
+    size: float
     share: float
+    scaled: bool = False
 
 
 class _Means(NamedTuple):
     """Means over samples, added up and multiplied by constants.
 
     Attributes:
-        shares: of each.
-        sizes: how many elements each is of, the ones included that masks left out.
+        shares: of each; in the model that computes them, how many targets each counts.
+        own: the model has computed all of them itself.
     """
 
     shares: tuple[Share, ...]
-    sizes: tuple[float, ...] = ()
+    own: bool = False
 
 
 class _Unknown(NamedTuple):
@@ -82,206 +76,159 @@ class _Unknown(NamedTuple):
 
 
 _State = _Data | _Sum | _Means | _Unknown
+_OTHERWISE = _Unknown("the model has computed it otherwise than by a mean of one of torch's losses")
+
+
+class NoMeanError(Exception):
+    """Why a number that a loss has returned has no weight."""
 
 
 class LossWatch(TorchFunctionMode):
-    """Follows the operations of one call of a loss; a context around it.
+    """Follows the operations of one call of a loss, or those between the layers of a model that computes means itself.
 
     Args:
         output: of the model, as the loss gets it.
         target: its tensors, each with its dimension of samples; None if that belongs to no sample.
-        own: the part of its samples that a mean counts which the model itself has computed, or why that is unknown.
+        samples: how many the model has computed.
+        frame: has followed the model; None for itself, which follows means of torch's losses alone. Other numbers that
+            a model adds to them are weighted alike.
+        calm: in place of random numbers there is always the same one, and nothing is dropped.
 
     Attributes:
-        divides_by_number: a sum was divided by a number that is one of samples, but might be a constant as well.
+        way: the operations so far, as a number.
+        differentiates: one of them took gradients.
+        aligns: one of them was `ctc_loss`, which reads memory of others where targets are no classes.
     """
 
-    def __init__(self, output: Any, target: Sequence[tuple[Tensor, int | None]], own: Share | str = 1.0) -> None:
+    def __init__(
+        self,
+        output: Any = (),
+        target: Iterable[tuple[Tensor, int | None]] = (),
+        samples: float = 1.0,
+        frame: LossWatch | None = None,
+        *,
+        calm: bool = False,
+    ) -> None:
         super().__init__()
+        self.way, self.differentiates, self._frame, self._calm = 0, False, frame, calm
+        self.aligns = False
         self._states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # None: depends on neither
-        self._own, self.divides_by_number = own, False
-        self._given = [(tuple(leaf.shape), dim) for leaf, dim in target if dim is not None]
-        common, counts = (self._given or [((), 0)])[0][1], self._counts
         for leaf in leaves_of(output):
             if isinstance(leaf, Tensor):
-                like = leaf.dim() > common and (not counts or leaf.shape[common] in counts)
-                self._given += [(tuple(leaf.shape), common)] if like else []
-                self._states[leaf] = _Data(dim=common if like else None)
-                if not leaf.dim():  # a mean that the model has computed itself
-                    self._states[leaf] = _Unknown(own) if isinstance(own, str) else _Means((own,))
+                self._states[leaf] = _Data() if leaf.dim() or frame is None else frame.own(leaf, samples)
         for leaf, dim in target:
-            self._states[leaf] = None if dim is None else _Data(dim=dim)
+            self._states[leaf] = None if dim is None else _Data()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operation, and note what its result is."""
-        kwargs = kwargs or {}
-        result = _call_from_the_loss(func, args, kwargs)
-        if _name_of(func) == "setitem":
-            self._states[args[0]] = self._after_writing(*args)
-        for leaf in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(leaf, Tensor):
-                self._states[leaf] = self._state_after(func, args, kwargs, leaf)
+        if self._calm and "dropout" in _name_of(func):
+            return args[0]
+        result = func(*args, **(kwargs or {}))
+        if self._calm and func.__name__ in DRAWING and isinstance(result, Tensor) and result.numel():
+            result.fill_(0.5 if result.is_floating_point() else result.flatten()[0])
+        self.note(func, args, kwargs or {}, result)
         return result
 
-    def mean_of(self, total: Tensor) -> _Means:
-        """Return which means over samples the loss has added up: of alike parts of their samples.
+    def note(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Note what the result of an operation is; nothing before the first loss of a model."""
+        name, given = _name_of(func), _given_to_loss(func, args, kwargs)
+        if self._frame is None and not self._states and given is None:
+            return
+        self.way, self.aligns = hash((self.way, name)), self.aligns or name == "ctc_loss"
+        if name == "setitem":
+            self._states[args[0]] = self._after_writing(args[0], args[2])
+        tensors = list(_tensors_in((*args, *kwargs.values())))
+        found = [self._state_of(tensor) for tensor in tensors]
+        for leaf in result if isinstance(result, tuple | list) else (result,):
+            if not isinstance(leaf, Tensor):
+                continue
+            if name == "grad":  # of a microbatch by itself: like a number that multiplies or is added
+                self._states[leaf], self.differentiates = None, True
+            elif not all(isinstance(state, _Data | None) for state in found):
+                self._states[leaf] = _after_reduction(name, args, found, alone=self._frame is None)
+            elif self._frame is None:
+                self._states[leaf] = None if given is None else _after_own_loss(name, given)
+            elif not any(found):
+                self._states[leaf] = None
+            else:
+                data = [state for state in found if isinstance(state, _Data)]
+                if len({state.share for state in data}) > 1:
+                    self._states[leaf] = _Unknown(f"{name} takes together what different masks have picked")
+                elif given is not None:
+                    self._states[leaf] = _after_loss(name, given, data[0].share)
+                else:
+                    self._states[leaf] = _after_operation(name, args, data, tensors[0], leaf)
+
+    def own(self, number: Tensor, samples: float) -> _State:
+        """Return what a number is that the model has computed itself; one that is unknown may be added to means."""
+        state = self._state_of(number) or _Means((), own=True)
+        return state._replace(shares=tuple(n / samples for n in state.shares)) if isinstance(state, _Means) else state
+
+    def mean_of(self, total: Tensor) -> tuple[Share, bool]:
+        """Return the part of its samples that a loss counts as a mean over them; and whether the model has computed it.
 
         Raises:
             NoMeanError: it is not known to be a mean over samples.
         """
-        state = self._state_of(total) if self.has_samples or self._own != 1 else None  # else nothing has samples
-        if state is None and self._given and total.requires_grad:
-            state = _Unknown("it was computed by what is not an operation of torch, such as an autograd.Function")
-        if state is None:
-            return _Means((1.0,))
-        if isinstance(state, _Sum):
-            raise NoMeanError("it is a sum, which was not divided by the number of what was added up")
-        if isinstance(state, _Data):
-            raise NoMeanError("it is no mean over samples")
-        if isinstance(state, _Unknown):
-            raise NoMeanError(state.why)
-        first, *others = state.shares
+        state = self._state_of(total)
+        means = _Means((1.0,)) if state is None else _added([state])
+        if means is None:
+            sums = "it is a sum, which was not divided by the number of what was added up"
+            why = {_Sum: sums, _Data: "it is no mean over samples"}
+            raise NoMeanError(state.why if isinstance(state, _Unknown) else why[type(state)])
+        if not means.shares:
+            raise NoMeanError(_OTHERWISE.why)
+        first, *others = means.shares
         if not all(other is first or float(other) == float(first) for other in others):  # waits for a GPU
             raise NoMeanError("it adds means that are divided by different numbers (some ignore targets, or pick them)")
-        return state
-
-    @property
-    def has_samples(self) -> bool:
-        """Whether something of output or target belongs to samples."""
-        return bool(self._given)
+        return first, means.own
 
     def _state_of(self, tensor: Tensor) -> _State | None:
         """Return what is known of a tensor; of one that no operation of torch has made, if it has a graph: data."""
-        if tensor in self._states:
-            known: _State | None = self._states[tensor]
-            return known
-        return None if tensor.grad_fn is None else _Data()
+        if tensor in self._states or self._frame is None or tensor.grad_fn is None:
+            state: _State | None = self._states.get(tensor, None)  # type: ignore[no-untyped-call]
+            return state
+        return _Data()
 
-    def _state_after(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor
-    ) -> _State | None:
-        """Return what the result of an operation is; None if it depends on neither output nor target."""
-        name = _name_of(func)
-        found = [self._state_of(tensor) for tensor in _tensors_in((*args, *kwargs.values()))]
-        states = [state for state in found if state is not None]
-        if not states or name == "grad":  # of a microbatch by itself: like a number that multiplies or is added
-            return None
-        unknown = next((state for state in states if isinstance(state, _Unknown)), None)
-        if unknown is not None:
-            return unknown
-        if not all(isinstance(state, _Data) for state in states):
-            return self._after_reduction(name, args, states, constants=len(states) < len(found))
-        data = [state for state in states if isinstance(state, _Data)]
-        share, dims = data[0].share, {state.dim for state in data}
-        dim = dims.pop() if len(dims) == 1 else None
-        state = _Data(share, dim)
-        if any(state.share != share for state in data):
-            return _Unknown(f"{name} takes together what different masks have picked")
-        if (defaults := _loss_arguments(func)) is not None:
-            given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
-            return _after_loss(func, given, state)
-        if name in ("mean", "sum", "nanmean", "nansum", "count_nonzero"):
-            return _after_reduction_of(name, args, kwargs, state)
-        if name == "batch_norm":
-            return _Unknown(f"{name} takes samples together")
-        if name in _PICKING or (name == "where" and len(args) == 1):
-            return _Unknown(f"{name} returns as many numbers as the values ask for")
-        if name == "masked_select" or (name == "getitem" and _is_mask(args[1])):
-            return _Data(share * (result.numel() / args[0].numel() if args[0].numel() else 1.0), dim)
-        if name == "getitem":
-            return _after_index(args[0], args[1], state)
-        if name in _TAKING_APART or name in _MOVING or name == "take":
-            return _after_view(name, args, kwargs, result, state)
-        tensors = [tensor for tensor in _tensors_in((*args, *kwargs.values())) if tensor.dim() > (dim or 0)]
-        if name in _REVIEWING:
-            shape, seen = args[0].shape, result.shape
-            if dim == 0:
-                kept = bool(seen) and seen[0] in {*self._samples, *accumulate(shape, mul)}
-            else:
-                kept = dim is not None and seen[: dim + 1] == shape[: dim + 1]
-            return _Data(share, dim if kept else None)
-        if dim is None:
-            together = result.numel() < max((tensor.numel() for tensor in tensors), default=0)
-        else:
-            together = result.dim() <= dim or result.shape[dim] not in {tensor.shape[dim] for tensor in tensors}
-        return _Unknown(f"{name} takes samples together, otherwise than by a mean or a sum") if together else state
-
-    def _after_writing(self, into: Tensor, index: Any, value: Any) -> _State | None:
+    def _after_writing(self, into: Tensor, value: Any) -> _State | None:
         """Return what a tensor is after something was written into a part of it."""
         before, written = self._state_of(into), self._state_of(value) if isinstance(value, Tensor) else None
         if written is None or isinstance(before, _Unknown):
             return before
-        if isinstance(written, _Means) and (before is None or isinstance(before, _Means)):
-            return _added([before, written] if before else [written])
-        plain = before is None or (isinstance(before, _Data) and before.share == 1)
-        if isinstance(written, _Data) and plain and into.dim() and into.shape[0] in self._samples:
-            return _Data() if _is_mask(index) else _after_index(into, index, _Data())
-        return written if isinstance(written, _Unknown) else _Unknown("samples are written into another tensor")
-
-    def _after_reduction(
-        self, name: str, args: tuple[Any, ...], states: list[_State], constants: bool
-    ) -> _State | None:
-        """Return what an operation gives, one of whose arguments is a sum or a mean over samples.
-
-        Args:
-            name: of the operation.
-            args: of it.
-            states: of those of its arguments that depend on output or target.
-            constants: other tensors are among its arguments.
-        """
-        first, adds = states[0], name in _ADDING
-        if name == "detach" and isinstance(first, _Means):  # as a statistic that the loss keeps: like a number
-            return None
-        if adds or name in _RESHAPING:
-            means = [state for state in states if isinstance(state, _Means)]
-            if len(means) == len(states):
-                return _added(means)
-            constants = constants or (adds and any(isinstance(arg, int | float) for arg in args))
-            sums = [state for state in states if isinstance(state, _Sum)]
-            if len(sums) == len(states) and not constants and len({state.share for state in sums}) == 1:
-                return first
-        divides = name in _DIVIDING and len(args) == 2 and isinstance(args[0], Tensor)
-        if len(states) == 1 and divides and isinstance(first, _Sum):
-            if first.share != 1 and isinstance(args[1], int | float):  # of all samples, or of those that were picked?
-                return _Unknown("a sum of what a mask has picked is divided by a number; divide by the mask's sum")
-            if self._is_count(_number(args[1]), first.of):
-                return _Means((1.0,), (math.prod(first.of),))
-        if len(states) == 1 and name in _MULTIPLYING and isinstance(first, _Sum) and first.share == 1:
-            factor = next(
-                (_number(arg) for arg in args if not isinstance(arg, Tensor) or not self._state_of(arg)), None
-            )
-            if factor and self._is_count(1 / factor, first.of):
-                return _Means((1.0,), (math.prod(first.of),))
-        if len(states) == 1 and (name in _MULTIPLYING or (divides and self._state_of(args[0]) is not None)):
-            return first
-        if divides and all(isinstance(state, _Sum) for state in states):
-            return _after_masked_mean(first, args[1])
-        return _Unknown(f"{name} is applied to a sum or mean over its samples")
-
-    @property
-    def _samples(self) -> set[int]:
-        return {shape[dim] for shape, dim in self._given}
-
-    @property
-    def _counts(self) -> set[int]:
-        """The numbers of samples, and of samples and what is behind them."""
-        return {count for shape, dim in self._given for count in (shape[dim], *[*accumulate(shape, mul)][dim:])}
-
-    def _is_count(self, number: float | None, of: tuple[int, ...]) -> bool:
-        counts = (math.prod(of), *self._counts)
-        found = number is not None and any(math.isclose(number, count, rel_tol=1e-12) for count in counts)
-        self.divides_by_number |= found
-        return found
+        if isinstance(written, _Unknown) or before is None or before == written:
+            return written
+        return _added([before, written]) or _Unknown("samples are written into another tensor")
 
 
-def _added(means: Sequence[_Means]) -> _Means:
-    return _Means(tuple(s for mean in means for s in mean.shares), tuple(s for mean in means for s in mean.sizes))
+def _after_operation(name: str, args: Sequence[Any], data: Sequence[_Data], source: Tensor, result: Tensor) -> _State:
+    """Return what an operation on data gives."""
+    share, averaged = data[0].share, any(state.averaged for state in data)
+    if name in ("nanmean", "nansum"):
+        return _Unknown(f"{name} leaves numbers out")
+    if name == "masked_select" or (name == "getitem" and _is_mask(args[1])):
+        share *= result.numel() / source.numel() if source.numel() else 1.0
+    elif not result.dim():
+        if name == "mean":
+            return _Means((share,))
+        if name in ("sum", "count_nonzero"):
+            return _Sum(_size(source, share), share, averaged)
+        return _Unknown(f"{name} takes samples together, or one by one, otherwise than by a mean or a sum")
+    return _Data(share, averaged or name == "mean")
 
 
-class NoMeanError(Exception):
-    """Why a number that a loss has returned has no weight."""
+def _size(tensor: Tensor, share: float) -> float:
+    """Return how many elements data had before masks picked some; 0 where none is left to tell."""
+    return tensor.numel() / share if share else 0.0
+
+
+def _added(states: Iterable[_State | None]) -> _Means | None:
+    """Return the sum of means, and of sums that may be means; None if one of them is neither."""
+    means = [_Means((state.share,)) if isinstance(state, _Sum) and state.scaled else state for state in states]
+    known = [mean for mean in means if isinstance(mean, _Means)]
+    own = all(mean.own for mean in known)
+    return _Means(sum((mean.shares for mean in known), ()), own) if len(known) == len(means) else None
 
 
 _MULTIPLYING = frozenset(("mul", "multiply", "rmul", "imul"))
@@ -291,24 +238,59 @@ _RESHAPING = frozenset(
     (
         "neg", "negative", "positive", "sum", "mean", "getitem", "squeeze", "unsqueeze", "reshape", "view", "flatten",
         "ravel", "expand", "clone", "contiguous", "to", "type", "float", "double", "half", "bfloat16", "detach",
-        "requires_grad", "cpu", "cuda",
+        "requires_grad", "cpu", "cuda", "unbind",
     )
 )  # fmt: skip
-_TAKING_APART = {  # and which argument is the dimension
-    "unbind": 1, "select": 1, "narrow": 1, "index_select": 1, "split": 2, "chunk": 2, "tensor_split": 2,
-}  # fmt: skip
-_MOVING = frozenset(
-    (
-        "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims", "t", "get", "unsqueeze", "stack", "roll",
-        "flip",
-    )
-)  # fmt: skip
-_REVIEWING = frozenset(
-    ("reshape", "view", "flatten", "unflatten", "ravel", "squeeze", "reshape_as", "view_as", "rearrange")
-)
-_PICKING = frozenset(("nonzero", "argwhere", "unique", "unique_consecutive", "bincount"))
-_TORCH = str(Path(torch.__file__).parent)
 _OVER_CLASSES = frozenset(("cross_entropy", "nll_loss", "linear_cross_entropy"))
+
+
+def _after_reduction(
+    name: str, args: Sequence[Any], found: Sequence[_State | None], *, alone: bool = False
+) -> _State | None:
+    """Return what an operation gives, one of whose tensors is a sum or a mean over samples."""
+    # alone: no other tensor may multiply a mean
+    states = [state for state in found if state is not None]
+    first, constants = states[0], len(states) < len(found)
+    unknown = next((state for state in states if isinstance(state, _Unknown)), None)
+    if unknown is not None:
+        return unknown
+    if name == "detach" and isinstance(first, _Means):  # as a statistic that the loss keeps: like a number
+        return None
+    if name in _ADDING or name in _RESHAPING:
+        constants = constants or (name in _ADDING and any(isinstance(arg, int | float) for arg in args))
+        sums = {state[1:] for state in states if isinstance(state, _Sum)}
+        if all(isinstance(state, _Sum) for state in states) and not constants and len(sums) == 1:
+            return first
+        return _added(states) or _not_linear(name)
+    divides = name in _DIVIDING and found[0] is not None
+    if len(states) == 1 and (divides or name in _MULTIPLYING) and not (alone and (constants or _is_whole(name, args))):
+        if not isinstance(first, _Sum) or (first.share != 1 and not divides):
+            return first
+        if first.share == 1:
+            return first._replace(scaled=True)
+        return _Unknown("a sum of what a mask has picked is divided by a number; divide by the mask's sum")
+    if divides and isinstance(first, _Sum) and len(states) == 2:
+        return _after_masked_mean(first, states[1], args[1])
+    return _not_linear(name)
+
+
+def _not_linear(name: str) -> _Unknown:
+    return _Unknown(f"{name} is applied to a sum or mean over its samples")
+
+
+def _is_whole(name: str, args: Sequence[Any]) -> bool:
+    """Whether a model multiplies its own mean by a whole number, which may be that of samples."""
+    return name in _MULTIPLYING and any(isinstance(arg, int) and abs(arg) > 1 for arg in args)
+
+
+def _after_masked_mean(total: _Sum, count: _State, divisor: Any) -> _State:
+    """Return what the quotient of two sums is: a mean under a mask, if the divisor counts, or adds up, the mask."""
+    plain = isinstance(count, _Sum) and not count.scaled and isinstance(divisor, Tensor)
+    if not plain or divisor.numel() != 1 or divisor.requires_grad:
+        return _Unknown("it is the quotient of two sums over samples")
+    number = divisor.detach().reshape(())
+    share = (float(number) if number.is_cpu else number.double()) / total.size if total.size else 0.0
+    return _Means((share,))
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -323,64 +305,8 @@ def _name_of(func: Callable[..., Any]) -> str:
     return getattr(func, "__name__", str(func)).strip("_")
 
 
-def _number(value: Any) -> float | None:
-    """Return a number, be it a tensor on the host."""
-    if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 and value.is_cpu and not value.requires_grad else None
-    return value if isinstance(value, int | float) else None
-
-
-def _after_index(data: Tensor, index: Any, state: _Data) -> _State:
-    """Return what indexing gives without a mask: all samples have to stay, in their order."""
-    parts = list(index) if isinstance(index, tuple) else [index]
-    taken = len([part for part in parts if part is not None and part is not Ellipsis])
-    gap = next((i for i, part in enumerate(parts) if part is Ellipsis), len(parts))
-    parts[gap : gap + 1] = [slice(None)] * (data.dim() - taken)
-    place = dim = 0  # of the data, and of the result
-    for part in parts:
-        if place == state.dim and part is not None:
-            by_place = isinstance(part, Tensor) and not part.is_floating_point() and part.dim() == 1 and taken > 1
-            if (isinstance(part, slice) and part == slice(None)) or (by_place and not dim and len(part) == len(data)):
-                return _Data(state.share, dim)  # the second one as in each[torch.arange(len(each)), target]
-            break
-        if part is not None and not isinstance(part, int | slice):
-            break
-        place, dim = place + (part is not None), dim + (not isinstance(part, int))
-    return _Unknown("indexing takes some samples" if state.dim == place else "indexing may take some samples")
-
-
-def _after_view(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor, state: _Data) -> _State:
-    """Return what an operation gives that moves dimensions, or takes parts along one."""
-    data, dim = args[0], state.dim
-    if name in _TAKING_APART:
-        place = _TAKING_APART[name]
-        along = kwargs.get("dim", args[place] if len(args) > place else 0)
-        if dim is not None and isinstance(along, int) and along % data.dim() != dim:
-            return _Data(state.share, dim - (name in ("unbind", "select") and along % data.dim() < dim))
-    if name in _TAKING_APART or name == "take":
-        return _Unknown(f"{name} takes samples one by one, or some of them")
-    if dim is None or not isinstance(data, Tensor) or result.data_ptr() != data.data_ptr():
-        return _Data(state.share, None)
-    like = data.shape[dim], data.stride(dim)
-    found = [d for d in range(result.dim()) if (result.shape[d], result.stride(d)) == like]
-    return _Data(state.share, dim if dim in found else found[0] if len(found) == 1 else None)
-
-
-def _operation(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    return func(*args, **kwargs)
-
-
-@functools.lru_cache(maxsize=256)
-def _operation_at(file: str, line: int) -> CodeType:
-    return _operation.__code__.replace(co_filename=file, co_firstlineno=line - 1)
-
-
-def _call_from_the_loss(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call an operation as from the line of the loss that asks for it, which torch's warnings then name."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
-        frame = frame.f_back
-    return FunctionType(_operation_at(frame.f_code.co_filename, frame.f_lineno), frame.f_globals)(func, args, kwargs)
+def _is_mask(index: Any) -> bool:
+    return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in _tensors_in((index,)))
 
 
 @functools.cache
@@ -392,40 +318,37 @@ def _loss_arguments(func: Callable[..., Any]) -> Mapping[str, Any] | None:
     return {name: p.default for name, p in parameters.items()} if "reduction" in parameters else None
 
 
-def counted_by(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[float | Tensor | None]:
-    """Return the number by which one of torch's losses divides, None if it is not known; nothing of other functions."""
-    if (defaults := _loss_arguments(func)) is None:
-        return []
-    given = {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
-    found, target = _after_loss(func, given, _Data()), given.get("target")
-    if not isinstance(found, _Means) or not isinstance(target, Tensor) or given["reduction"] != "mean":
-        return [None]
-    return [found.shares[0] * target.numel()]
+def _given_to_loss(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """Return the arguments of a call of one of torch's losses by name; None of other functions."""
+    defaults = _loss_arguments(func)
+    return None if defaults is None else {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
 
-def _after_loss(func: Callable[..., Any], given: Mapping[str, Any], data: _Data) -> _State:
-    """Return what one of torch's losses gives.
+def _after_own_loss(name: str, given: Mapping[str, Any]) -> _State:
+    """Return what one of torch's losses gives that a model has called: a mean with its number of targets."""
+    state, target = _after_loss(name, given, 1.0), given.get("target")
+    if not isinstance(state, _Means) or not isinstance(target, Tensor):
+        return _OTHERWISE
+    return _Means((state.shares[0] * target.numel(),), own=True)
 
-    Args:
-        func: the loss.
-        given: its arguments by name.
-        data: what is known of its input and target.
-    """
-    share, name = data.share, func.__name__
-    reduction = given["reduction"]
+
+def _after_loss(name: str, given: Mapping[str, Any], share: float) -> _State:
+    """Return what one of torch's losses gives."""
+    reduction, target = given["reduction"], given.get("target")
     if given.get("size_average") is not None or given.get("reduce") is not None:
         reduction = _reduction.legacy_get_string(given["size_average"], given["reduce"], emit_warning=False)
-    target = given.get("target")
     if reduction == "none":
-        return data
+        return _Data(share)
     if name in ("mse_loss", "l1_loss") and given.get("weight") is not None:
         return _Unknown(f"{name} divides by the sum of its weights")
     if reduction == "sum":
-        return _Sum(tuple(target.shape) if isinstance(target, Tensor) else (), share)
+        return _Sum(_size(target if isinstance(target, Tensor) else next(_tensors_in(given.values())), share), share)
     if name not in _OVER_CLASSES or target is None or target.is_floating_point():  # of probabilities
-        return _Means((share,), (data.size_of(next(_tensors_in(given.values()))),))
+        return _Means((share,))
     ignored = -100 if given["ignore_index"] is None else given["ignore_index"]
-    return _Means((_counted(target, ignored, given["weight"], share),), (data.size_of(target),))
+    return _Means((_counted(target, ignored, given["weight"], share),))
 
 
 def _counted(target: Tensor, ignore_index: int, weights: Tensor | None, share: float) -> Share:
@@ -437,38 +360,3 @@ def _counted(target: Tensor, ignore_index: int, weights: Tensor | None, share: f
         counted = weights.detach().double()[target.where(counted, 0)].where(counted, 0.0)
     total = counted.sum()
     return (float(total) if total.is_cpu else total.double()) / target.numel() * share
-
-
-def _after_reduction_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: _Data) -> _State:
-    """Return what a mean or sum of data gives; one over other dimensions than that of samples, the first, is data."""
-    data = args[0] if args else kwargs["input"]
-    dims = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
-    if isinstance(dims, int):
-        dims = (dims,)
-    if name.startswith("nan"):
-        return _Unknown(f"{name} leaves numbers out")
-    if not data.dim():
-        return _Unknown(f"{name} is of one number")
-    over = {dim % data.dim() for dim in dims or ()}
-    if 0 < len(over) < data.dim():  # over some dimensions
-        if state.dim is None:
-            return _Unknown(f"{name} may be over samples, whose dimension has been moved")
-        if state.dim not in over:
-            keeps = kwargs.get("keepdim", len(args) > 2 and args[2])
-            return _Data(state.share, state.dim - (0 if keeps else len([dim for dim in over if dim < state.dim])))
-    return _Means((state.share,), (state.size_of(data),)) if name == "mean" else _Sum(tuple(data.shape), state.share)
-
-
-def _after_masked_mean(total: _State, divisor: Any) -> _State:
-    """Return what the quotient of two sums is: a mean under a mask, if the divisor counts, or adds up, the mask."""
-    if not isinstance(total, _Sum) or not isinstance(divisor, Tensor) or divisor.numel() != 1 or divisor.requires_grad:
-        return _Unknown("it is the quotient of two sums over samples")
-    number = math.prod(total.of)
-    count = divisor.detach().reshape(())
-    share = (float(count) if count.is_cpu else count.double()) / number if number else 1.0
-    return _Means((share * total.share,), (number / total.share if total.share else 0,))
-
-
-def _is_mask(index: Any) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts)

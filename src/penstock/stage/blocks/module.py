@@ -19,7 +19,6 @@ from penstock.partition.tensor_parallel import Division, whole_output
 from penstock.stage.autograd.forward_graph import open_inputs
 from penstock.stage.blocks.block_tensors import BlockTensors
 from penstock.stage.blocks.loss import LossFunction, WeighedLoss
-from penstock.stage.blocks.loss_watch import counted_by
 from penstock.stage.blocks.precision_casts import cast, check_formats, in_full
 from penstock.stage.blocks.rng import BlockRng, RngKey
 
@@ -36,7 +35,6 @@ class StageModule:
         options: of the pipeline.
         hands_on: other stages take its output, even if it has a loss.
         device: of a stage without parameters; torch's current one if None.
-        shared_buffers: names of buffers that other stages have as well, and which stages those are.
         whole: its loss gets whole batches.
 
     Attributes:
@@ -58,10 +56,9 @@ class StageModule:
         options: PipelineOptions,
         hands_on: bool = False,
         device: torch.device | None = None,
-        shared_buffers: Mapping[str, str] | None = None,
         whole: bool = False,
     ) -> None:
-        self.blocks, self.shared_buffers = dict(blocks), shared_buffers or {}
+        self.blocks = dict(blocks)
         self.modules = {name: block for name, block in self.blocks.items() if isinstance(block, nn.Module)}
         self.division = Division()
         self.last = list(self.blocks)[-1]
@@ -77,7 +74,7 @@ class StageModule:
         for block in self.blocks.values():
             if isinstance(block, ModelStage):
                 block.precision = self.precision
-                block.count = None if loss is None else counted_by
+                block.note = None if self.weighed is None else self.weighed.frame.note
 
     def take(self, value: Any) -> Any:
         """Return the model's own input on the device of the stage, in the precision of its passes.
@@ -172,10 +169,10 @@ class StageModule:
             self.rng.seed_block(LOSS, key)
         open_dataclasses(target)
         given, wants = detached(target)
-        output = self.returned(output, parts=getattr(self.loss, "takes_parts", False))
+        with self.weighed.frame:
+            output = self.returned(output, parts=getattr(self.loss, "takes_parts", False))
         target = open_inputs(on_device(given, self.device), wants)[0]
-        counted = getattr(self.blocks[self.last], "counted", None)
-        return self.weighed(output, target, piece=piece, batch=key.batch, counted=counted)
+        return self.weighed(output, target, piece=piece)
 
     def returned(self, output: Any, *, parts: bool = False) -> Any:
         """Return an output of the model as one process has it, in float32 at least; or (`parts`) what of it is here."""

@@ -1,11 +1,10 @@
-"""What the blocks of a stage do in their first forwards that would be lost, or would not be the same in every stage."""
+"""What the blocks of a stage do in their first forwards that would be lost, or would spoil an update."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.errors import CapabilityError, ConfigError
 from penstock.stage.checks.released_weight_placeholders import AbsentWeight
@@ -15,37 +14,26 @@ _TWICE = "backward through the graph a second time"
 
 
 class ForwardWrites:
-    """Looks at weights and shared buffers before a forward and after it.
+    """Looks at weights and gradients before a forward and after it.
 
     Args:
         where: the stage in messages.
         bound: the weights that the forward computes with.
-        shared: buffers that other stages have as well, and which ones those are, by name.
-        blocks: of the stage.
         inputs: what the stage has received and wants gradients of.
     """
 
-    def __init__(
-        self,
-        where: str,
-        bound: Mapping[str, Tensor] | None,
-        shared: Mapping[str, str],
-        blocks: Mapping[str, Any],
-        inputs: Iterable[Tensor] = (),
-    ) -> None:
-        self._where, self._shared = where, shared
+    def __init__(self, where: str, bound: Mapping[str, Tensor] | None, inputs: Iterable[Tensor] = ()) -> None:
+        self._where = where
         kept = {name: leaf for name, leaf in (bound or {}).items() if not isinstance(leaf, AbsentWeight)}
         self._leaves = [(name, leaf, leaf.data_ptr()) for name, leaf in kept.items()]
         self._gradients = [(leaf, _gradient(leaf)) for leaf in (*kept.values(), *inputs)]
-        self._buffers = _buffers(blocks, shared)
-        self._versions = {name: buffer._version for name, buffer in self._buffers.items()}
 
     def check(self) -> None:
-        """Make sure that weights are where they were, and gradients and shared buffers as they were.
+        """Make sure that weights are where they were, and gradients as they were.
 
         Raises:
             CapabilityError: a forward has assigned to a weight's data, which the next one would not read.
-            ConfigError: it has made a backward, or has written into a buffer that another stage reads.
+            ConfigError: it has made a backward.
         """
         for name, leaf, place in self._leaves:
             if leaf.data_ptr() != place:
@@ -61,13 +49,6 @@ class ForwardWrites:
                 "alone; the pipeline makes the backward itself. Leave it out; a gradient that the loss needs is "
                 "torch.autograd.grad(loss, output, create_graph=True)"
             )
-        for name, buffer in self._buffers.items():
-            if buffer._version != self._versions[name]:
-                raise ConfigError(
-                    f"{self._where}: a forward has written into {name}, one buffer that {self._shared[name]} has as "
-                    "well, which other microbatches go through at the same time, and in processes of their own have a "
-                    "copy of; give each stage a buffer of its own (tensor.clone()), or let only one stage have it"
-                )
 
 
 def explain_backward(error: RuntimeError, where: str) -> None:
@@ -95,12 +76,3 @@ def explain_backward(error: RuntimeError, where: str) -> None:
 def _gradient(leaf: Tensor) -> tuple[int, int] | None:
     """Return what changes where a backward adds to the gradient of a leaf."""
     return None if leaf.grad is None else (id(leaf.grad), leaf.grad._version)
-
-
-def _buffers(blocks: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return buffers by name."""
-    if not names:
-        return {}
-    modules = [(prefix, block) for prefix, block in blocks.items() if isinstance(block, nn.Module)]
-    found = {name: buffer for prefix, block in modules for name, buffer in block.named_buffers(prefix=prefix)}
-    return {name: found[name] for name in names if name in found}

@@ -1,140 +1,81 @@
 """Keeps modules that another process trains from being taken for trained ones.
 
 Every process builds the whole model and trains its own stages. What it has of the others keeps the weights that it
-began with, so ``torch.save(model.state_dict())`` after a run would save those without a word. Hooks refuse that.
+began with, so ``torch.save(model.state_dict())`` after a run would save those without a word. Their parameters have
+marks, and hooks of torch refuse the state and the forward of a module while its parameters are as they were marked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
+from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock.errors import ConfigError
 from penstock.partition.replay.units import Guard
 
-_HOOKS = ("_state_dict_pre_hooks", "_forward_pre_hooks", "_load_state_dict_post_hooks")  # of an nn.Module
+_MARK = "trained_elsewhere"  # an attribute of parameters
 _SAMPLE = 16  # values of a tensor by which somebody's writing is noticed, where torch does not count it
-_LINES = (
-    "    weights = pipeline.full_state_dict(model)  # all ranks call it; rank 0 gets the tensors, the others nothing\n"
-    "    if weights:\n        {then}"
-)
 
 
-class HeldModule(Guard):
-    """A module with weights from before a run in which another process trains it; torch's hooks on it refuse its use.
-
-    The module has the hooks only as long as it is stale, so that before a run, and after fresh weights have been
-    loaded, it is scripted, compiled and pickled like any other.
+class _Mark:
+    """Says that another process trains a parameter from here on, and how it was then.
 
     Args:
-        block: the name of its block.
-        module: the module. Its own tensors count, not those of the modules inside it.
+        block: of the parameter.
+        parameter: which.
     """
 
-    def __init__(self, block: str, module: nn.Module) -> None:
-        self._block, self._module = block, module
-        self._seen: list[_Look] | None = []  # as it was when the other process began to train; None: a copy of that
+    def __init__(self, block: str, parameter: nn.Parameter) -> None:
+        self.block, self._of = block, ref(parameter)
+        self._version, self._sample = _counted(parameter), _sample(parameter)
 
     @property
     def stale(self) -> bool:
-        """Whether the module has weights from before a run of the other process."""
-        if self._seen is None:
-            return True
-        now = {id(p): p for p in _own(self._module)}
-        return any(look.identity in now and look.unchanged(now[look.identity]) for look in self._seen)
+        """Whether nobody has written into the parameter since; the mark of a copy is not."""
+        now = self._of()
+        if now is None or getattr(now, _MARK, None) is not self or _counted(now) != self._version:
+            return False
+        seen, values = self._sample.to(now.dtype), _sample(now)
+        return torch.equal(seen.view(torch.uint8), values.view(torch.uint8))  # NaN, too
 
-    def mark(self) -> None:
-        """Note that the other process trains from here on what is trained of the module."""
-        before = {look.identity for look in self._seen or ()}
-        self._seen = [_look(p) for p in _own(self._module) if p.requires_grad or id(p) in before]
-        if self._seen and _known(self._module) is not self:
-            _remove_hooks(self._module)
-            self._module.register_state_dict_pre_hook(self._check_state)  # type: ignore[no-untyped-call]
-            self._module.register_forward_pre_hook(self._check_call)
-            self._module.register_load_state_dict_post_hook(self._loaded)  # type: ignore[no-untyped-call]
-
-    def clear(self, running: str = "") -> None:
-        """Note that the weights are as they should be, and take the hooks from the module.
-
-        Args:
-            running: the hooks that torch is iterating over. The one of this module then stays, unless it is the last.
-        """
-        self._seen = []
-        _remove_hooks(self._module, running)
-
-    def _check_state(self, *_: Any) -> None:
-        if self.stale:
-            self._refuse("this would be no state of the trained model", "torch.save(weights, path)")
-        self.clear("_state_dict_pre_hooks")
-
-    def _check_call(self, *_: Any) -> None:
-        if self.stale:
-            then = "model.load_state_dict(weights)  # rank 0 has the trained model then"
-            self._refuse("it would not compute what the trained model does", then)
-        self.clear()
-
-    def _loaded(self, *_: Any) -> None:
-        """Let a module be what was loaded into it, and a copy of a stale one, too."""
-        if self._seen is None or not self.stale:
-            self.clear("_load_state_dict_post_hooks")
-
-    def _refuse(self, what: str, then: str) -> NoReturn:
+    def refuse(self, what: str, then: str) -> NoReturn:
+        """Raise the error of what somebody makes of the module."""
         raise ConfigError(
-            f"block {self._block!r} is trained by another process. In this one it has the weights from before, so "
-            f"{what}. Write:\n{_LINES.format(then=then)}"
+            f"block {self.block!r} is trained by another process. In this one it has the weights from before, so "
+            f"{what}. Write:\n"
+            "    weights = pipeline.full_state_dict(model)  # all ranks call it; rank 0 gets the tensors, the others "
+            f"nothing\n    if weights:\n        {then}"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> HeldModule:
-        """Belong to a copy of the module, which stays stale."""
-        other = HeldModule.__new__(HeldModule)
-        memo[id(self)] = other
-        other._block, other._seen = self._block, []
-        other._module = memo.get(id(self._module), self._module)
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Let a whole model be pickled where its weights are those that it should have, without marks."""
         if self.stale:
-            copies = [memo.get(id(p)) for p in _own(self._module)]  # made before hooks are copied
-            other._seen = [_look(copy) for copy in copies if isinstance(copy, Tensor)] or None
-        return other
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Let a whole model be pickled where its weights are those that it should have."""
-        if self.stale:
-            self._refuse("a pickle of it would not be the trained model", "torch.save(weights, path)")
-        return dict(vars(self))
+            self.refuse("a pickle of it would not be the trained model", "torch.save(weights, path)")
+        return object, ()
 
 
-class _Look(NamedTuple):
-    """What changes when somebody writes into a tensor, or another one takes its place."""
+class _Hooks(Guard):
+    """The hooks of modules with marked parameters."""
 
-    identity: int
-    version: int
-    sample: Tensor
+    def add(self, module: nn.Module) -> None:
+        """Let a module have them, once."""
+        hooks = module._forward_pre_hooks.values()
+        if not any(isinstance(getattr(hook, "__self__", None), _Hooks) for hook in hooks):
+            module.register_state_dict_pre_hook(self._check_state)  # type: ignore[no-untyped-call]
+            module.register_forward_pre_hook(self._check_call)
 
-    def unchanged(self, tensor: Tensor) -> bool:
-        """Whether a tensor has the same values as then, be it in another format."""
-        version, seen, now = _version(tensor), self.sample.to(tensor.dtype), _sample(tensor)
-        return version == self.version and torch.equal(seen.view(torch.uint8), now.view(torch.uint8))  # NaN, too
+    def _check_state(self, module: nn.Module, *_: Any) -> None:
+        if (mark := _mark_of(module)) is not None:
+            mark.refuse("this would be no state of the trained model", "torch.save(weights, path)")
 
-
-def _look(tensor: Tensor) -> _Look:
-    return _Look(id(tensor), _version(tensor), _sample(tensor))
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _own(module: nn.Module) -> list[Tensor]:
-    return [p for p in module._parameters.values() if p is not None]
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """Return some values of a tensor; none of one whose values are nowhere, or not at hand."""
-    if tensor.is_meta or tensor.layout != torch.strided or not tensor.is_contiguous() or not tensor.numel():
-        return torch.empty(0, dtype=tensor.dtype)
-    return tensor.detach().view(-1)[:: max(1, tensor.numel() // _SAMPLE)].to("cpu", copy=True)
+    def _check_call(self, module: nn.Module, *_: Any) -> None:
+        if (mark := _mark_of(module)) is not None:
+            then = "model.load_state_dict(weights)  # rank 0 has the trained model then"
+            mark.refuse("it would not compute what the trained model does", then)
 
 
 class HeldElsewhere:
@@ -146,26 +87,23 @@ class HeldElsewhere:
     """
 
     def __init__(self, blocks: Mapping[str, Any], here: Sequence[str]) -> None:
-        self._blocks, self._here = blocks, list(here)
-        self._others, self._unbuilt = _others(blocks, here), list(self._stale())
+        self._hooks = _Hooks()
+        self._here = [(name, module) for name in here for module in _modules(blocks[name])]
+        own = {id(p) for _, module in self._here for p in _parameters(module)}
+        others = ((name, module) for name in blocks if name not in here for module in _modules(blocks[name]))
+        self._others = [(name, module) for name, module in others if own.isdisjoint(map(id, _parameters(module)))]
+        self._unbuilt = list(self._stale())
 
     def built(self) -> None:
         """Note that building stages has given their parameters other memory, with the same values."""
-        for _, held in self._unbuilt:
-            held.mark()
+        for name, parameter in self._unbuilt:
+            setattr(parameter, _MARK, _Mark(name, parameter))
         self._unbuilt = []
 
-    def _own(self) -> Iterator[tuple[str, HeldModule]]:
+    def _stale(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What another process trained for another pipeline and this process trains for this one; with its block."""
-        for name in self._here:
-            block = self._blocks[name]
-            for module in block.modules() if isinstance(block, nn.Module) else ():
-                held = _known(module)
-                if held is not None:
-                    yield name, held
-
-    def _stale(self) -> Iterator[tuple[str, HeldModule]]:
-        return ((name, held) for name, held in self._own() if held.stale)
+        for name, module in self._here:
+            yield from ((name, p) for p in _parameters(module) if _stale_mark(p) is not None)
 
     def check(self) -> None:
         """Make sure that the weights of the stages here can be trained further, evaluated and saved.
@@ -173,10 +111,9 @@ class HeldElsewhere:
         Raises:
             ConfigError: another process has trained them further, for another pipeline.
         """
-        stale = next((name for name, _ in self._stale()), None)
-        if stale is not None:
+        for name, _ in self._stale():
             raise ConfigError(
-                f"block {stale!r} was trained by another process for another pipeline, and has its weights from "
+                f"block {name!r} was trained by another process for another pipeline, and has its weights from "
                 "before that in this one. Load the trained ones on every rank first: "
                 "penstock.Checkpoints(pipeline, folder).load(), or pipeline.load_state_dict(weights) with what "
                 "full_state_dict() of the other one returned on rank 0"
@@ -185,39 +122,45 @@ class HeldElsewhere:
     def begin(self) -> None:
         """Note that a run begins, so that the other processes train the rest of the model."""
         for name, module in self._others:
-            (_known(module) or HeldModule(name, module)).mark()
+            marked = [p for p in _parameters(module) if p.requires_grad or hasattr(p, _MARK)]
+            for parameter in marked:
+                setattr(parameter, _MARK, _Mark(name, parameter))
+            if marked:
+                self._hooks.add(module)
 
     def loaded(self) -> None:
         """Note that a saved state was loaded into the stages here, and only there."""
-        for _, held in list(self._own()):
-            held.clear()
+        for _, module in self._here:
+            for parameter in _parameters(module):
+                vars(parameter).pop(_MARK, None)
         self.begin()
 
 
-def _others(blocks: Mapping[str, Any], here: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """The modules with parameters that only other processes train, with the names of their blocks."""
-    own = [block for name, block in blocks.items() if name in here and isinstance(block, nn.Module)]
-    modules = {id(module) for block in own for module in block.modules()}
-    parameters = {id(p) for block in own for p in block.parameters()}
-    found: dict[int, tuple[str, nn.Module]] = {}
-    for name, block in blocks.items():
-        for module in block.modules() if name not in here and isinstance(block, nn.Module) else ():
-            trained = {id(p) for p in _own(module) if p.requires_grad}
-            if trained and not trained & parameters and id(module) not in modules:
-                found.setdefault(id(module), (name, module))
-    return list(found.values())
+def _modules(block: Any) -> list[nn.Module]:
+    return list(block.modules()) if isinstance(block, nn.Module) else []
 
 
-def _known(module: nn.Module) -> HeldModule | None:
-    """What is known of a module that has been marked and not been cleared since."""
-    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())  # always removed
-    return next((owner for owner in owners if isinstance(owner, HeldModule)), None)
+def _parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the own parameters of a module."""
+    return [p for p in module._parameters.values() if p is not None]
 
 
-def _remove_hooks(module: nn.Module, running: str = "") -> None:
-    for name in _HOOKS:
-        hooks = getattr(module, name)
-        own = [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), HeldModule)]
-        for key in own:
-            if name != running or key == next(reversed(hooks)):  # else the iteration would fail
-                del hooks[key]
+def _mark_of(module: nn.Module) -> _Mark | None:
+    """Return the mark of a parameter that is as it was before another process has trained it."""
+    return next((mark for p in _parameters(module) if (mark := _stale_mark(p)) is not None), None)
+
+
+def _stale_mark(parameter: nn.Parameter) -> _Mark | None:
+    mark = getattr(parameter, _MARK, None)
+    return mark if isinstance(mark, _Mark) and mark.stale else None
+
+
+def _counted(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Return some values of a tensor; none of one whose values are nowhere, or not at hand."""
+    if tensor.is_meta or tensor.layout != torch.strided or not tensor.is_contiguous() or not tensor.numel():
+        return torch.empty(0, dtype=tensor.dtype)
+    return tensor.detach().view(-1)[:: max(1, tensor.numel() // _SAMPLE)].to("cpu", copy=True)

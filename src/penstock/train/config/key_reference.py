@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
@@ -15,7 +14,6 @@ from penstock.checks import nearest_keys
 from penstock.schedule.ir.order import order_options
 from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.table import METHODS
-from penstock.schedule.orders import ORDERS
 from penstock.train.config.schema import TrainConfig
 
 Key = tuple[str, Any, str]
@@ -56,79 +54,12 @@ def known_keys(schema: type[BaseModel] = TrainConfig) -> list[str]:
     return [*keys, *sorted({key.partition(".")[0] for key in keys if "." in key})]
 
 
-_WORDS_OF_OTHERS: Mapping[str, str] = MappingProxyType(
-    {
-        "learning_rate": "optimizer.lr",
-        "epochs": "batches",
-        "steps": "batches",
-        "max_steps": "batches",
-        "iterations": "batches",
-        "clip": "max_grad_norm",
-        "grad_clip": "max_grad_norm",
-        "gradient_clipping": "max_grad_norm",
-        "batch_size": "microbatch_size",
-        "gradient_accumulation_steps": "microbatches",
-        "data_parallel": "width",
-        "tensor_parallel_size": "tensor_parallel",
-        "tensor_model_parallel_size": "tensor_parallel",
-        "pipelines": "width",
-        "use_tp_pp_dp_mapping": "rank_order",
-        "replicas": "width",
-        "pipeline_parallel": "stages",
-        "gpus": "stages",
-        "num_gpus": "stages",
-        "nproc_per_node": "stages",
-        "processes": "stages",
-        "world_size": "stages",
-        "ranks": "stages",
-        "workers": "stages",
-        "zero": "sharding",
-        "zero_stage": "sharding",
-        "output_dir": "out",
-        "dtype": "precision",
-        "checkpointing": "recompute",
-        "activation_checkpointing": "recompute",
-        "warmup": "lr_schedule.warm_up",
-        "warmup_steps": "lr_schedule.warm_up",
-        "save_every": "checkpoint.every",
-        "save_steps": "checkpoint.every",
-        "eval_every": "evaluate.every",
-        "eval_steps": "evaluate.every",
-        "seq_len": "model.context",
-        "seq_length": "model.context",
-        "sequence_length": "model.context",
-        "block_size": "model.context",
-        "n_positions": "model.context",
-        "max_position_embeddings": "model.context",
-        "hidden": "model.width",
-        "hidden_size": "model.width",
-        "hidden_dim": "model.width",
-        "d_model": "model.width",
-        "n_embd": "model.width",
-        "n_layer": "model.layers",
-        "num_layers": "model.layers",
-        "num_hidden_layers": "model.layers",
-        "n_head": "model.heads",
-        "num_heads": "model.heads",
-        "num_attention_heads": "model.heads",
-        "vocab_size": "model.vocabulary",
-        "tie_word_embeddings": "model.tied",
-        "micro_batch_size": "microbatch_size",
-        "train_iters": "batches",
-        "file": "schedule",
-        "order": "schedule",
-    }
-)
-"""What other programs call a key."""
-
-
 def suggested_keys(path: str, schema: type[BaseModel] = TrainConfig, cutoff: float = 0.5) -> list[str]:
     """Return the full paths of the keys that a mistyped one may stand for, at most three (see `nearest_keys`)."""
     known = known_keys(schema)
     if issubclass(schema, TrainConfig):
         known += [key for key, _, _ in (*order_keys(), *correction_keys())]
-    meant = _WORDS_OF_OTHERS.get(path.rpartition(".")[2])
-    return [meant] if meant in known and path not in known else nearest_keys(path, known, cutoff)
+    return nearest_keys(path, known, cutoff)
 
 
 def with_option_keys(keys: list[Key]) -> list[Key]:
@@ -141,7 +72,7 @@ def order_keys() -> Iterator[Key]:
     """Yield the options of orders; the default is None where each order has its own."""
     found: dict[str, dict[str, int | None]] = {}
     for row in METHODS.values():
-        for option, default in order_options(ORDERS[row.order]).items():
+        for option, default in order_options(row.order_function).items():
             found.setdefault(option, {})[row.name] = default
     for option, methods in found.items():
         defaults = set(methods.values())
@@ -153,7 +84,7 @@ def correction_keys() -> Iterator[Key]:
     """Yield the options of corrections."""
     options = {name: option for spec in CORRECTIONS.values() for name, option in spec.options.items()}
     for name, option in options.items():
-        methods = [row.name for row in METHODS.values() if name in CORRECTIONS[row.correction].options]
+        methods = [row.name for row in METHODS.values() if name in row.spec.options]
         yield f"correction.{name}", option.default, f"of {', '.join(methods)}: {option.meaning}"
 
 

@@ -17,7 +17,15 @@ from penstock.errors import ConfigError
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.method_parsing import check_given_once, written_correction, written_method, written_order
 from penstock.train.config.key_reference import correction_keys, known_keys, order_keys, suggested_keys
-from penstock.train.config.own_schedule import is_file, read_own_schedule, schedule_in, size_fault
+from penstock.train.config.own_schedule import (
+    held_method,
+    is_file,
+    read_own_method,
+    read_own_schedule,
+    refuse_code,
+    schedule_in,
+    size_fault,
+)
 from penstock.train.config.schema import TrainConfig
 from penstock.yaml_file import read_yaml, yaml_value
 
@@ -37,7 +45,9 @@ _TOKENS = (".npy", ".bin")
 """Endings of data whose vocabulary is its own; the others are read byte by byte."""
 
 
-def load_config(path: Path | None, changes: Sequence[str], *, proves: bool = True) -> TrainConfig:
+def load_config(
+    path: Path | None, changes: Sequence[str], *, proves: bool = True, resumes: bool = False
+) -> TrainConfig:
     """Read a YAML file and apply `key=value` changes.
 
     A method may have its options with it (`method=interleaved:chunks=4`), which take the place of those of the file. A
@@ -48,6 +58,7 @@ def load_config(path: Path | None, changes: Sequence[str], *, proves: bool = Tru
         path: a YAML file with keys of `TrainConfig`; None for the defaults.
         changes: such as "method=1f1b" or "optimizer.lr=0.001"; values are read as YAML.
         proves: False on the ranks of a job that runs already, whose rank 0 proves the schedule for all.
+        resumes: whether a run goes on, whose configuration may hold the Python code of its method.
 
     Raises:
         ConfigError: lists every unknown key (with the nearest known one) and every value of a wrong type or range; also
@@ -55,6 +66,8 @@ def load_config(path: Path | None, changes: Sequence[str], *, proves: bool = Tru
         ScheduleError: the schedule in a file is wrong.
     """
     values = {} if path is None else _read_configuration(path)
+    if not resumes:
+        refuse_code(values.get("schedule"), path)
     planned, given = copy.deepcopy(values), dict[str, Any]()
     for change in changes:
         apply_change(TrainConfig, values, change)
@@ -65,6 +78,7 @@ def load_config(path: Path | None, changes: Sequence[str], *, proves: bool = Tru
         if given.get(one) is not None and given.get(other) is None:
             values |= {other: None, "rule": given.get("rule"), "corrected_by": given.get("corrected_by")}
     _check_given_once(given)
+    values = with_own_method(values)
     try:
         values = with_method_options(values)
         config = validate_config(with_settings(values))
@@ -73,7 +87,26 @@ def load_config(path: Path | None, changes: Sequence[str], *, proves: bool = Tru
             _check_file(path)
         raise
     _check_switched_on(config, given)
-    return _with_own_schedule(config, values, proves)
+    return with_own_schedule(config, values, proves=proves)
+
+
+def with_own_method(values: dict[str, Any]) -> dict[str, Any]:
+    """Replace the file that `schedule` names by its text, if it holds a method, whose options are divided.
+
+    Raises:
+        ConfigError: the file fails, or its method has no such option.
+    """
+    text = values.get("schedule")
+    if not isinstance(text, str) or values.get("method") is not None:
+        return values
+    if (read := read_own_method(text, values.get("rule"), values.get("corrected_by"))) is None:
+        return values
+    source, chosen = read
+    given = {key: values.get(key) or {} for key in ("options", "correction")}
+    for key, own in (("options", chosen.options), ("correction", chosen.correction)):
+        check_given_once(text, own, given[key])
+        given[key] = {**given[key], **own}
+    return {**values, "method": None, "schedule": source, **given}
 
 
 def _counted(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,8 +126,8 @@ def _check_given_once(given: Mapping[str, Any]) -> None:
     """
     if isinstance(name := given.get("method"), str):
         chosen = written_method(name)
-        check_given_once(chosen.name, chosen.options, given.get("options"))
-        check_given_once(chosen.name, chosen.correction, given.get("correction"))
+        check_given_once(name, chosen.options, given.get("options"))
+        check_given_once(name, chosen.correction, given.get("correction"))
 
 
 def _check_switched_on(config: TrainConfig, given: Mapping[str, Any]) -> None:
@@ -141,7 +174,7 @@ def _check_file(path: Path) -> None:
         raise ConfigError(f"{str(path)!r}: {error}") from None
 
 
-def _with_own_schedule(config: TrainConfig, values: Mapping[str, Any], proves: bool) -> TrainConfig:
+def with_own_schedule(config: TrainConfig, values: Mapping[str, Any], *, proves: bool = True) -> TrainConfig:
     """Replace the file that `schedule` names by what it holds, and let sizes that were not given be those of it.
 
     Raises:
@@ -156,6 +189,8 @@ def _with_own_schedule(config: TrainConfig, values: Mapping[str, Any], proves: b
         return _without_own(config)
     if values.get("method") is not None:
         raise ConfigError(f"give either a method or a schedule of your own; leave method={values['method']} out")
+    if held_method(text) is not None:
+        return _without_own(config)
     if is_file(text):
         own = written_order(text, config.rule, config.corrected_by)
         own = replace(own, options={**config.options, **own.options})
@@ -214,15 +249,18 @@ def with_settings(values: Mapping[str, Any]) -> dict[str, Any]:
     Settings of the optimizer apply to one kind of optimizer, so they are omitted if another kind is given.
     """
     filled = copy.deepcopy(dict(values))
-    name = values.get("method", TrainConfig.model_fields["method"].default)
-    if not isinstance(name, str):  # an order of one's own; anything else is reported by the validation
+    name, own = values.get("method", TrainConfig.model_fields["method"].default), values.get("schedule")
+    if isinstance(name, str):
+        wanted = find_method(name).settings
+    elif isinstance(own, str) and (row := held_method(own)) is not None:
+        wanted = row.settings
+    else:  # an order of one's own; anything else is reported by the validation
         return filled
-    wanted = find_method(name).settings
     given = values.get("optimizer")
     kind = given.get("name") if isinstance(given, Mapping) else None
     for key, value in wanted.items():
         section, _, last = key.rpartition(".")
-        if section and kind not in (None, wanted[f"{section}.name"]):
+        if section and kind not in (None, wanted.get(f"{section}.name", kind)):
             continue
         place = filled.setdefault(section, {}) if section else filled
         if isinstance(place, dict):

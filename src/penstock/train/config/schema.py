@@ -47,8 +47,8 @@ class TrainConfig(Strict):
     )
     schedule: str | None = Field(
         default=None,
-        description="an order of your own (--file): a Python file with a function (stages, microbatches) -> order, a "
-        "schedule as text, or torch's CSV",
+        description="an order or a method of your own (--file): a Python file with a function (stages, microbatches) "
+        "-> order or with a penstock.Method, a schedule as text, or torch's CSV",
     )
     rule: str | None = Field(
         default=None,

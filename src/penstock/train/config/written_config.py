@@ -58,7 +58,7 @@ def changed_by_hand(folder: Path) -> Changes:
             f"missing, the first of them {missing[0]}. Put the file back, or take it as it was written: --config "
             f"{folder / WRITTEN}"
         )
-    return _differing(written, flat_config(load_config(path, [])))
+    return _differing(written, flat_config(load_config(path, [], resumes=True)))
 
 
 def _as_written(folder: Path) -> dict[str, Any] | None:
@@ -139,7 +139,7 @@ def note_changes(config: TrainConfig, folder: Path, batch: int) -> Changes:
     """
     path = folder / CONFIG
     try:
-        there, history = load_config(path, []), _comments(path)
+        there, history = load_config(path, [], resumes=True), _comments(path)
         before = _as_written(folder) or flat_config(there)
     except (ConfigError, OSError, ValueError):  # there is none, or a later version wrote it
         before, history = {}, []

@@ -20,7 +20,7 @@ from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.ir.version_rules import RULES
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.wave_lags import record_fault, stage_place
-from penstock.train.config.own_schedule import own_schedule
+from penstock.train.config.own_schedule import held_method, own_schedule
 from penstock.train.config.schema import TrainConfig
 from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.phase_plan import FALLBACK, MAIN, SYNC
@@ -37,14 +37,19 @@ def main_schedule(config: TrainConfig) -> ScheduleRequest | Schedule:
         ConfigError: `undo` does not go with it, or a schedule of the user's own is none.
     """
     row, rule = config.row, None
-    if config.schedule is not None:
+    if config.schedule is not None and held_method(config.schedule) is None:
         return _own_schedule(config)
     if config.undo == "in-place":
         if not RULES[row.rule].provisional:
             raise ConfigError(f"undo=in-place: method {row.name!r} never takes an update back; leave undo out")
         rule = "provisional-in-place"
     return ScheduleRequest(
-        row.name, config.stages, config.microbatches, rule, options=config.options, window=config.window
+        row if config.method is None else row.name,
+        config.stages,
+        config.microbatches,
+        rule,
+        options=config.options,
+        window=config.window,
     )
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 
@@ -15,6 +15,7 @@ from penstock.comm.core.devices import find_device
 from penstock.errors import ConfigError
 from penstock.models.gpt_variant import LanguageModel
 from penstock.options.all_options import PipelineOptions
+from penstock.partition.blocks import named_blocks
 from penstock.runtime.plan.plan import PipelinePlan, UnprovenPlan
 from penstock.runtime.setup.shared_plan import Known, shared_plans
 from penstock.schedule.build import ScheduleRequest
@@ -28,29 +29,16 @@ from penstock.train.data.window_sampler import Windows
 from penstock.train.prepare.phase_schedules import draft_phases, main_schedule, other_schedules, prove_phase
 from penstock.train.setup.machine_memory import check_machine_memory, check_workers
 from penstock.train.setup.model_shape import check_enough_blocks, model_of, model_shape
+from penstock.train.setup.optimizers import optimizer_factory
 from penstock.train.setup.phase_plan import MAIN
 from penstock.train.setup.pipeline_options import pipeline_options, tokens_per_batch
 from penstock.train.setup.run_folder import is_of_a_run
 
+ChooseRecompute = Callable[..., Any]
+"""Called as `penstock.measure.recompute_choice.choose_for`, which this room cannot import.
 
-class RecomputeQuestion(NamedTuple):
-    """What has to be known to choose what stages recompute.
-
-    Attributes:
-        config: of the run.
-        model: its model.
-        windows: its data.
-        plans: returns the proven plans of all phases of the run, given what stages recompute.
-    """
-
-    config: TrainConfig
-    model: LanguageModel
-    windows: Windows
-    plans: Callable[[Any], Sequence[PipelinePlan]]
-
-
-ChooseRecompute = Callable[[RecomputeQuestion], Any]
-"""Returns a choice with the attribute `recompute`, one word for each stage, and a text for people."""
+Returns a choice with the attribute `recompute`, one word for each stage, and a text for people.
+"""
 
 Task = Callable[[TrainConfig], tuple[LanguageModel, Windows]]
 """Returns the model of a run, and its samples; of other models than a GPT, whatever has the same attributes."""
@@ -170,8 +158,9 @@ def prepare(
         )
     drafts, said = partial(draft_phases, config, model, request, others), ""
     if choose is not None and config.recompute == "auto":
-        question = RecomputeQuestion(config, model, windows, partial(_with_recompute, drafts, options))
-        make, what = partial(_chosen, choose, question), "choosing what to recompute"
+        sample, plans_with = windows.samples(0, config.microbatch_size), partial(_with_recompute, drafts, options)
+        asked = named_blocks(model.blocks), sample, config.memory_limit, model.loss, optimizer_factory(config.optimizer)
+        make, what = partial(_chosen, choose, plans_with, *asked), "choosing what to recompute"
         modes, said = make() if control is None else from_first(make, what, control)
         config, options = config.model_copy(update={"recompute": modes}), options.changed(recompute=tuple(modes))
     plans = shared_plans(partial(drafts, options), control, prove_phase, config.tensor_parallel)
@@ -213,9 +202,9 @@ def _with_recompute(
     return [prove_phase(phase, draft) for phase, draft in drafts(options.changed(recompute=recompute), {}).items()]
 
 
-def _chosen(choose: ChooseRecompute, question: RecomputeQuestion) -> tuple[list[str], str]:
+def _chosen(choose: ChooseRecompute, *asked: Any) -> tuple[list[str], str]:
     """What stages recompute, and why."""
-    found = choose(question)
+    found = choose(*asked)
     return list(found.recompute), str(found)
 
 

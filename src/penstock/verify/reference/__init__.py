@@ -23,9 +23,6 @@ one step of the optimizer, which has one state whatever the method; s of d is th
     newest  As stash, but the backward uses the newest weights, those of version t, wherever its formulas have weights;
             the activations in them are those that the forward saved. It is not the gradient of any function.
             PipeMare without its corrections (Yang et al., arXiv 1910.05124); AMPNet, FTPipe's stale pipeline.
-
-    wpipe   W(t+1) = opt(W(t), grad f_t(...)), where the first half of the stages reads W(t-1), at the beginning of a
-            span W(t), and the second half W(t): in forward and backward the same (WPipe, ICLR 2022).
     timeprest, v-timeprest
             newest in the order nF1B: one backward for all microbatches of a batch. Its forwards read, on stage s, the
             weights of min(b, d-1-s) updates before, b being the number of the batch in its span (TiMePReSt, Dutta et
@@ -47,11 +44,6 @@ Corrections of the delay (`corrections`, `predictions`), with m microbatches to 
     xpipe                       predictions by (d+m-s/2-2)/m and (m+floor(s/2)-1)/m updates, rounded half to even; all
                                 microbatches of a batch use the prediction of its first one (arXiv 1911.04610)
     pipeoptim                   forward as spectrain-stash, backward on the newest weights (arXiv 2312.00839)
-    ftpipe, ftpipe-aggregated   prediction by decaying velocities, the latter with the gradient of the open batch
-                                (`Decaying`; FTPipe, Eliad et al., USENIX ATC 2021)
-    lwp, spike, spike-lwp       linear weight prediction, spike compensation, both (Kosson et al., arXiv 2003.11666)
-    nag-pp, nag-pp-no-stash     NAdam on stash; on newest with T1 and a momentum per stage (arXiv 2505.01099)
-    gap-aware                   stash; gradients are divided by how far the weights have moved (arXiv 1909.10802)
     error-feedback              2bw; each update corrects the error of the previous one (`Feedback`)
 
     2bw-ahead, 3bw-ahead        2bw and 3bw, whose passes read W(t) predicted when W(t-1), W(t-2) is made (`Ahead`)
@@ -74,9 +66,14 @@ on which learning rates depend. Numbers are rounded as the formulas are written,
 operations.
 """
 
+from penstock.verify.reference.corrections import Newest
 from penstock.verify.reference.decisions import Scaling
+from penstock.verify.reference.delays import largest_delay, mean_delay
+from penstock.verify.reference.method_to_stage import ReferencePlace
 from penstock.verify.reference.order_delays import ReferenceOrder
+from penstock.verify.reference.predictions import ReferencePrediction, check_velocity
 from penstock.verify.reference.run import Reference, train_reference
+from penstock.verify.reference.stage import ReferenceReading, ReferenceStage
 from penstock.verify.reference.supported_methods import DOUBLE_BUFFER, FLUSH, METHODS
 from penstock.verify.reference.waves import ReferenceWaves, Wsp, train_wsp
 
@@ -84,11 +81,19 @@ __all__ = [
     "DOUBLE_BUFFER",
     "FLUSH",
     "METHODS",
-    "ReferenceOrder",
+    "Newest",
     "Reference",
-    "Scaling",
+    "ReferenceOrder",
+    "ReferencePlace",
+    "ReferencePrediction",
+    "ReferenceReading",
+    "ReferenceStage",
     "ReferenceWaves",
+    "Scaling",
     "Wsp",
+    "check_velocity",
+    "largest_delay",
+    "mean_delay",
     "train_reference",
     "train_wsp",
 ]

@@ -14,10 +14,6 @@ microbatches: stage s runs the forwards of d-1-s batches ahead, then those of on
 So all forwards of the span's batch number b follow max(0, b - (d-1-s)) backwards, each of which ends with an update;
 its own backward follows b of them; min(b, d-1-s) updates lie between. With d = 2 that is one on the first stage and
 none on the last. For an order that runs fewer batches ahead (where backwards are fast) `delays` are given.
-
-wpipe (WPipe, ICLR 2022). The first half of the stages runs the forwards of batch t+1 before its backwards of batch t,
-so it reads W(t-1) for batch t, at the beginning of a span W(t); the second half runs them after its update, and reads
-W(t).
 """
 
 from __future__ import annotations
@@ -41,8 +37,6 @@ def version_read(method: str, t: int, k: int, m: int, s: int, d: int, first: int
         return t
     if method in UPDATES_LATE:
         return max(t - UPDATES_LATE[method], 0)
-    if method == "wpipe":
-        return t if s >= d // 2 else max(t - 1, first)
     if method == "vertical-sync":
         s = 0
     if method == "xpipe":  # all microbatches of a batch use the copy made for its first one
@@ -89,18 +83,11 @@ def largest_delay(s: int, d: int, m: int, delays: Sequence[int] | None = None) -
     return d - version_read("stash", d, 0, m, s, d, 0)
 
 
-def backwards_of_open_batch(t: int, k: int, m: int, s: int, d: int, first: int) -> int:
-    """Count the backwards of the open batch that stage s has run, in 1F1B, before the forward of microbatch k of t."""
-    return max(0, (t - first) * m + k - (d - 1 - s)) % m
-
-
-def prediction_horizons(
-    method: str, s: int, d: int, m: int, delays: Sequence[int] | None = None
-) -> tuple[float, float | None]:
+def prediction_horizons(method: str, s: int, d: int, m: int) -> tuple[float, float | None]:
     """Return by how many updates forward and backward predict; None if the backward has no prediction of its own.
 
     Sources: SpecTrain, arXiv 1809.02839, and its authors' code (spectrain-stash); XPipe, arXiv 1911.04610; PipeOptim,
-    arXiv 2312.00839; Kosson et al., arXiv 2003.11666 (lwp). All but XPipe and lwp count microbatches, each of which
+    arXiv 2312.00839. All but XPipe count microbatches, each of which
     made an update in their experiments; with m to an update, it is one m-th of that (variant "penstock"). XPipe's is
     rounded half to even.
     """
@@ -108,6 +95,4 @@ def prediction_horizons(
         return (s // 2 + d - s - 1) / m, (s // 2) / m
     if method == "xpipe":
         return round((Fraction(d + m - 2) - Fraction(s, 2)) / m), round(Fraction(m + s // 2 - 1, m))
-    if method in ("spectrain-stash", "pipeoptim"):
-        return (d - s - 1) / m, None
-    return mean_delay(s, d, m, delays), None
+    return (d - s - 1) / m, None

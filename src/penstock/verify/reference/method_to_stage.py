@@ -5,26 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch.optim import NAdam, Optimizer
+from torch.optim import Optimizer
 
-from penstock.errors import CapabilityError, ConfigError
+from penstock.errors import ConfigError
 from penstock.verify.reference.corrections import (
     Blend,
     Discrepancy,
     Feedback,
     Newest,
-    ReferenceGapAware,
     Rescheduling,
-    Spike,
-    adapt_momentum,
 )
-from penstock.verify.reference.delays import largest_delay, mean_delay, prediction_horizons
-from penstock.verify.reference.ftpipe_prediction import Decaying
-from penstock.verify.reference.predictions import Ahead, LastChange, ReferencePrediction, check_velocity
-from penstock.verify.reference.stage import ReferenceReading, ReferenceStage, step
-from penstock.verify.reference.supported_methods import DECAYED, NEWEST, PREDICTION
+from penstock.verify.reference.delays import mean_delay, prediction_horizons
+from penstock.verify.reference.predictions import Ahead, ReferencePrediction, check_velocity
+from penstock.verify.reference.stage import ReferenceReading, ReferenceStage
+from penstock.verify.reference.supported_methods import NEWEST, PREDICTION
 
-UNEQUAL = ("pipemare", "nag-pp-no-stash", "spike", "spike-lwp", "spike-lwp-weights", "gap-aware")
+UNEQUAL = ("pipemare",)
 """Methods whose updates depend on the stage, so that copies of a parameter on two stages would diverge."""
 
 
@@ -54,16 +50,14 @@ def correct(
 
     Raises:
         ConfigError: stages share parameters, and the method would update them differently.
-        CapabilityError: the method does not support this optimizer, or several microbatches.
+        CapabilityError: the method does not support this optimizer.
     """
     if tied and method in UNEQUAL:
         raise ConfigError(f"{method} updates each stage differently, so stages cannot share parameters: untie them")
     stage.reading = _reading(method, options, place, stage.optimizer)
-    if stage.optimizer is not None:
-        stage.step = _step(method, options, place, stage.optimizer)
-        if method == "nag-pp-no-stash":
-            adapt_momentum(stage.optimizer, place.stage, place.depth)
-    if method in ("pipemare", "nag-pp-no-stash"):
+    if method == "error-feedback":
+        stage.step = Feedback()
+    if method == "pipemare":
         return Rescheduling(mean_delay(*place), options["reschedule"])
     return lambda _: 1.0
 
@@ -73,36 +67,15 @@ def _reading(
 ) -> ReferenceReading:
     if method == "pipemare" and options["decay"] is not None:
         return Discrepancy(mean_delay(*place), options["decay"])
-    if method in NEWEST or (method == "spike" and options["backward"] == "newest"):
+    if method in NEWEST:
         return Newest()
     if method in ("2bw-ahead", "3bw-ahead"):
         return Ahead(**options)
     if method == "i-timeprest":
         return Blend(options["beta"])
-    if method in DECAYED:
-        return Decaying(largest_delay(*place), options["backward"] == "stash", optimizer)
     if method not in PREDICTION:
         return ReferenceReading()
-    forward, backward = prediction_horizons(method, *place)
-    stash = method == "spectrain-stash" or options.get("backward") == "stash"
-    if method in ("lwp-weights", "spike-lwp-weights"):
-        return LastChange(forward, stash)
+    forward, backward = prediction_horizons(method, place.stage, place.depth, place.microbatches)
     if optimizer is not None:
         check_velocity(optimizer)
-    return ReferencePrediction(forward, backward, stash, options.get("bias", "adam"))
-
-
-def _step(
-    method: str, options: Mapping[str, Any], place: ReferencePlace, optimizer: Optimizer
-) -> Callable[[ReferenceStage], None]:
-    if method in ("spike", "spike-lwp", "spike-lwp-weights"):
-        return Spike(mean_delay(*place), optimizer)
-    if method == "gap-aware":
-        return ReferenceGapAware(options["average"], options["eps"], place.microbatches, optimizer)
-    if method == "error-feedback":
-        return Feedback()
-    if method == "nag-pp" and not isinstance(optimizer, NAdam):
-        raise CapabilityError(
-            f"nag-pp is NAdam on stashed weights, but the optimizer is {type(optimizer).__name__}: use NAdam"
-        )
-    return step
+    return ReferencePrediction(forward, backward, method == "spectrain-stash", options.get("bias", "adam"))

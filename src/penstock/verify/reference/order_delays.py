@@ -49,7 +49,7 @@ class ReferenceOrder(NamedTuple):
 
         Raises:
             ConfigError: the method's delays do not depend on an order; the delays are not d lists of m non-negative
-                numbers; wpipe has an odd number of stages; or the settings of recompute contradict each other.
+                numbers; or the settings of recompute contradict each other.
         """
         if self.recompute not in (None, "block", "stage"):
             raise ConfigError(f"recompute is {self.recompute!r}; give None, 'block' or 'stage'")
@@ -63,17 +63,10 @@ class ReferenceOrder(NamedTuple):
             if self.recompute is None:
                 raise ConfigError("early says when forwards are recomputed, but recompute is None: leave early out")
             _check("early", self.early, d, m)
-        if method == "wpipe" and d % 2:
-            raise ConfigError(f"wpipe needs two groups of equally many stages, but the model has {d}: use {d + 1}")
         if self.delays is None:
             return
         if method in OWN_DELAYS:
             raise ConfigError(f"the delays of {method} do not depend on an order: leave delays out")
-        if method == "ftpipe-aggregated":
-            raise ConfigError(
-                "ftpipe-aggregated predicts from the gradient of a part of the batch, which delays do not specify: "
-                "leave delays out"
-            )
         _check("delays", self.delays, d, m)
 
 

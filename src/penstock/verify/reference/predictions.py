@@ -83,32 +83,6 @@ class ReferencePrediction(ReferenceReading):
         return result
 
 
-class LastChange(ReferenceReading):
-    """W_hat = W + horizon * (the change by the last update): the weight form of linear weight prediction.
-
-    Args:
-        forward: how many updates ahead forwards predict.
-        stash: backwards read the weights that their forward read, not the newest ones.
-    """
-
-    def __init__(self, forward: float, stash: bool) -> None:
-        self.horizon, self.stash, self.repeats = forward, stash, stash
-        self.ahead: list[Weights] = []
-        self.change: Weights | None = None
-
-    def on_version(self, stage: ReferenceStage) -> None:
-        """Predict from the newest version."""
-        newest = stage.versions[-1]
-        if stage.made:
-            self.change = {name: w - stage.versions[-2][name] for name, w in newest.items()}
-        change = self.change
-        self.ahead.append(newest if change is None else {n: w + self.horizon * change[n] for n, w in newest.items()})
-
-    def read(self, stage: ReferenceStage, version: int) -> tuple[Weights, Weights | None]:
-        """Return the prediction from the version, and for the backward the same or the newest version."""
-        return self.ahead[version], None if self.stash else stage.versions[-1]
-
-
 def check_velocity(optimizer: Optimizer) -> None:
     """Check that the velocity of an optimizer is defined.
 

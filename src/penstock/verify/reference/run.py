@@ -14,14 +14,16 @@ from torch import Tensor
 
 from penstock.errors import CapabilityError, DataError
 from penstock.verify.reference.decisions import Scale, Scaling, equal_copies, factor_and_norm, tie_gradients
-from penstock.verify.reference.delays import backwards_of_open_batch, check_early, version_read
-from penstock.verify.reference.ftpipe_prediction import Partials
+from penstock.verify.reference.delays import check_early, version_read
 from penstock.verify.reference.method_to_stage import ReferencePlace, correct
 from penstock.verify.reference.order_delays import USUAL, ReferenceOrder
 from penstock.verify.reference.passes import Loss, draw_for, run_microbatch
 from penstock.verify.reference.recompute import recompute_units, run_again
 from penstock.verify.reference.stage import Block, Factory, ReferenceStage
 from penstock.verify.reference.supported_methods import UPDATES_LATE, method_options
+
+Equations = Callable[..., Callable[[int], float] | None]
+"""(stage, place, **options): sets how a stage reads and steps; may return the factor on its rate."""
 
 
 @dataclass
@@ -69,6 +71,7 @@ def train_reference(
     options: Mapping[str, Any] = MappingProxyType({}),
     order: ReferenceOrder = USUAL,
     boundary: torch.dtype | None = None,
+    equations: Equations | None = None,
 ) -> Reference:
     """Train a copy of a model by the equations of a method.
 
@@ -90,9 +93,10 @@ def train_reference(
         precision, boundary: of passes, which read weights cast to it; of gradients between stages. None: as they are.
         tied: name of a parameter -> name of the parameter, on an earlier stage, that it shares its value with.
         options: of the method (`methods.OPTIONS`): reschedule (K of T1 in updates, 0 for no T1) and decay (D of T2,
-            None for no T2); bias ("paper" or "adam": XPipe's corrections); backward ("newest" or "stash") of spike
-            compensation, linear weight prediction, FTPipe's; average and eps of gap-aware; beta of i-timeprest.
+            None for no T2); bias ("paper" or "adam": XPipe's corrections); beta of i-timeprest.
         order: of the passes, where it is not the method's own.
+        equations: of a method of a user's own (`penstock.Method.reference`), which takes `options`; its forwards read
+            the versions that those of `method` do.
 
     Raises:
         ConfigError: unknown method or option; tied parameters, whose stages the method updates differently; an order
@@ -100,12 +104,12 @@ def train_reference(
         CapabilityError: the method does not support this optimizer, or several microbatches.
         DataError: batches have different numbers of microbatches.
     """
-    chosen = method_options(method, options)
+    chosen = method_options(method, options) if equations is None else options
     built = [ReferenceStage(blocks, optimizer) for blocks in stages]
     equal_copies(built, tied)
     for stage in built:
         stage.cast_frozen(precision)
-    rest = Scale(scaling), seed, parts, tied, precision, order, boundary
+    rest = Scale(scaling), seed, parts, tied, precision, order, boundary, equations
     run = Run(built, loss, method, chosen, rate, divisor, drains, clip, *rest)
     for t, batch in enumerate(batches):
         run.train(t, batch)
@@ -131,12 +135,12 @@ class Run:
     precision: torch.dtype | None
     order: ReferenceOrder
     boundary: torch.dtype | None = None
+    equations: Equations | None = None
     result: Reference = field(default_factory=Reference)
     size: int = 0  # microbatches of a batch
     m: int = 0  # microbatches of one pipeline
     first: int = 0  # batch that the span starts with
     updates: int = 0
-    partials: Partials = field(default_factory=Partials)
 
     def train(self, t: int, batch: Sequence[tuple[Any, Any]]) -> None:
         """Train on batch t."""
@@ -167,7 +171,10 @@ class Run:
         check_early(self.method, self.order, len(self.stages), self.m)
         for s, stage in enumerate(self.stages):
             place = ReferencePlace(s, len(self.stages), self.m, self.order.of_stage(s))
-            momentary = correct(stage, place, self.method, self.options, bool(self.tied))
+            if self.equations is not None:
+                momentary = self.equations(stage, place, **self.options) or (lambda _: 1.0)
+            else:
+                momentary = correct(stage, place, self.method, self.options, bool(self.tied))
             stage.rate = partial(self.rate_of, momentary)
             stage.reading.on_version(stage)
             if self.order.recompute is not None and not stage.reading.repeats:
@@ -187,8 +194,8 @@ class Run:
         for number, part in enumerate(self.parts or [range(self.size)]):
             for place, k in enumerate(part):
                 results.append(self.microbatch(t, number, place, k, batch[k], c, s))
-                if self.method == "ftpipe-aggregated":
-                    self.partials.note(self.stages, t, number, s)
+                for stage in self.stages:
+                    stage.reading.after_microbatch(stage, t, number, s)
             for stage in self.stages:
                 stage.end_part()
         total, weight = (sum(numbers) for numbers in zip(*results, strict=True))
@@ -200,9 +207,8 @@ class Run:
         """Run microbatch k of batch t, which is number `place` of its part; return its loss and weight."""
         m, d = len(self.parts[part]) if self.parts else self.size, len(self.stages)
         versions = [self.version(t, place, m, i) for i in range(d)]
-        if self.method == "ftpipe-aggregated":
-            done = [backwards_of_open_batch(t, place, m, i, d, self.first) for i in range(d)]
-            self.partials.set_open(self.stages, versions, part, t, done, c, self.result.weights)
+        for stage in self.stages:
+            stage.reading.before_microbatch(t, part, (t - self.first) * m + place, c, self.result.weights)
         reads = [n.reading.read(n, v) for n, v in zip(self.stages, versions, strict=True)]
         draw = partial(draw_for, self.seed, t, k)
         rest = draw, self.loss, c, s, self.precision, self.boundary

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -39,6 +39,20 @@ class ReferenceReading:
 
     def again(self, stage: ReferenceStage, version: int, moment: int) -> Weights | None:
         """Return that forward's weights when it is recomputed while `moment` is the newest version; None: the same."""
+
+    def before_microbatch(self, t: int, part: int, place: int, divisor: float, weights: Sequence[float]) -> None:
+        """Take note of what comes before a microbatch of batch t is read.
+
+        Args:
+            t: the batch.
+            part: the pipeline.
+            place: number of the microbatch among those of this pipeline since the span began.
+            divisor: of its loss.
+            weights: of the losses of the batches before.
+        """
+
+    def after_microbatch(self, stage: ReferenceStage, t: int, part: int, scale: float) -> None:
+        """Take note of `stage.part`, the gradient of a part of batch t so far; losses were multiplied by `scale`."""
 
 
 def step(stage: ReferenceStage) -> None:

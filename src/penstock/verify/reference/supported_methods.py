@@ -19,49 +19,42 @@ UPDATES_LATE = MappingProxyType({**dict.fromkeys(DOUBLE_BUFFER, 1), **dict.fromk
 """The delay of methods under which it is the same everywhere."""
 
 NF1B = ("timeprest", "v-timeprest", "i-timeprest")
-NEWEST = ("newest", "pipemare", "nag-pp-no-stash", "timeprest", "v-timeprest")
-STASH = ("stash", "nag-pp", "gap-aware")
-OWN_DELAYS = (*FLUSH, *UPDATES_LATE, "wpipe")
+NEWEST = ("newest", "pipemare", "timeprest", "v-timeprest")
+OWN_DELAYS = (*FLUSH, *UPDATES_LATE)
 """Methods whose delays follow from their definition, not from the order of a schedule."""
 
-PREDICTION = (
-    "spectrain",
-    "spectrain-stash",
-    "xpipe",
-    "pipeoptim",
-    "lwp",
-    "lwp-weights",
-    "spike-lwp",
-    "spike-lwp-weights",
+PREDICTION = ("spectrain", "spectrain-stash", "xpipe", "pipeoptim")
+METHODS = (*OWN_DELAYS, "vertical-sync", "stash", *NEWEST, "i-timeprest", *PREDICTION)
+
+BY_RULE: Mapping[str, str] = MappingProxyType(
+    {
+        "flush": "1f1b",
+        "provisional": "zb-h2-post",
+        "double-buffer": "2bw",
+        "triple-buffer": "3bw",
+        "stash": "stash",
+        "vertical-sync": "vertical-sync",
+        "newest": "newest",
+        "admitted-newest": "timeprest",
+    }
 )
-DECAYED = ("ftpipe", "ftpipe-aggregated")
-METHODS = (*OWN_DELAYS, "vertical-sync", *STASH, *NEWEST, "i-timeprest", "spike", *PREDICTION, *DECAYED)
+"""For every rule that needs no correction, a method with its equations; the delays of an order are derived from it."""
 
 NEEDED = "needed"
-_BACKWARD = {"backward": "newest"}
 OPTIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "pipemare": {"reschedule": NEEDED, "decay": 0.135},
         "xpipe": {"bias": "paper"},
-        "spike": _BACKWARD,
-        "lwp": _BACKWARD,
-        "lwp-weights": _BACKWARD,
-        "spike-lwp": _BACKWARD,
-        "spike-lwp-weights": _BACKWARD,
-        "ftpipe": _BACKWARD,
-        "ftpipe-aggregated": _BACKWARD,
-        "nag-pp-no-stash": {"reschedule": NEEDED},
-        "gap-aware": {"average": 0.999, "eps": 1e-8},
         "i-timeprest": {"beta": 0.5},
         "2bw-ahead": {"motion": False, "horizon": 1.0, "a": None, "b": None},
         "3bw-ahead": {"motion": False, "horizon": 2.0, "a": None, "b": None},
     }
 )
-"""Options and defaults of each method: the paper's values or, for `gap-aware`, those of FTPipe's code. No paper gives a
+"""Options and defaults of each method: the paper's values. No paper gives a
 number of updates for `reschedule`: a quarter of the first phase if the rate falls in steps, five times a linear
 warm-up. The `beta` of `i-timeprest` is ours."""
 
-_CHOICES = {"bias": ("paper", "adam"), "backward": ("newest", "stash")}
+_CHOICES = {"bias": ("paper", "adam")}
 
 
 def method_options(method: str, given: Mapping[str, Any]) -> dict[str, Any]:

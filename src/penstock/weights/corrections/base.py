@@ -6,11 +6,14 @@ called in the updates and backwards of that stage.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from penstock.schedule.methods.corrections import CorrectionSpec, find_correction
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.optim.directions import check_predictable
 from penstock.weights.updates.parameter_change import Step
@@ -195,3 +198,42 @@ class Correction(Protocol):
     def on(self, layout: Layout, place: StagePlace, /) -> Corrector:
         """Create the corrector of a stage with parameters of this layout."""
         ...
+
+
+@dataclass(frozen=True)
+class OwnCorrection:
+    """A correction whose row brings the class that corrects a stage, with its settings.
+
+    Attributes:
+        spec: its row.
+        options: all its options, by name.
+    """
+
+    spec: CorrectionSpec
+    options: Mapping[str, float | None]
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.spec.name
+
+    def refuses(self, precision: torch.dtype | None, recompute: str) -> str | None:
+        """Return why the correction does not support this precision or recompute mode, or None if it does."""
+        if precision is not None and not self.spec.low_precision:
+            return f"correction {self.name!r} needs weights in float32; set precision to fp32, or use another method"
+        return NO_RECOMPUTE if recompute != "none" and not self.spec.recomputes else None
+
+    def on(self, layout: Layout, place: StagePlace) -> Corrector:
+        """Create the corrector of a stage with parameters of this layout."""
+        assert self.spec.corrector is not None
+        made: Corrector = self.spec.corrector(layout, place, **self.options)
+        return made
+
+
+def correction_spec(correction: Correction) -> CorrectionSpec:
+    """Return the row of a correction.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return correction.spec if isinstance(correction, OwnCorrection) else find_correction(correction.name)

@@ -3,15 +3,14 @@
 As in plain torch where gradients accumulate, hooks run at every backward: for each microbatch. A hook of
 `register_hook` gets the gradient of the loss sum of the microbatch divided by the constant c (`Precision.divisor`; with
 c = the weight of a batch that is what plain torch gives), before it is added to the others; one of
-`register_post_accumulate_grad_hook` finds the sum so far in `grad`. Hooks before the node of torch's own accumulation
-(`p.expand_as(p).grad_fn.next_functions[0][0].register_prehook`), which graphs do not lead to here, run like the former.
+`register_post_accumulate_grad_hook` finds the sum so far in `grad`. Hooks of the node of torch's own accumulation
+(`p.expand_as(p).grad_fn.next_functions[0][0]`), to which graphs do not lead here, are refused.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ def warn_of_scale(parameters: Mapping[str, nn.Parameter], divisor: float | None)
         parameters: of a stage.
         divisor: c, as the user has given it.
     """
-    hooked = [name for name, p in parameters.items() if p._backward_hooks or _on_node(p, "register_prehook")]
+    hooked = [name for name, p in parameters.items() if p._backward_hooks]
     if hooked and divisor is None:
         _LOG.warning(
             "a hook on %s sees, for each microbatch, the gradient of its sum over samples divided by the number of "
@@ -56,16 +55,15 @@ class ParameterHooks:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], where: str) -> None:
-        self._of_nodes = {name: hooks for name, p in parameters.items() if (hooks := _on_node(p, "register_prehook"))}
-        self.before = [name for name, p in parameters.items() if p._backward_hooks or name in self._of_nodes]
+        self.before = [name for name, p in parameters.items() if p._backward_hooks]
         self.after = [name for name, p in parameters.items() if p._post_accumulate_grad_hooks]
         self._parameters, self._where = parameters, where
         for name, parameter in parameters.items():
-            if _on_node(parameter, "register_hook"):
+            if _has_hooks_on_node(parameter):
                 raise ConfigError(
-                    f"{where}: {name} has a hook on the node that accumulates its gradients (register_hook of "
-                    "grad_fn.next_functions[0][0]), which would never be called: here they are added to buffers; use "
-                    "register_post_accumulate_grad_hook on the parameter"
+                    f"{where}: {name} has a hook on the node that accumulates its gradients (register_hook or "
+                    "register_prehook of grad_fn.next_functions[0][0]), which would never be called: here they are "
+                    "added to buffers; use register_post_accumulate_grad_hook, or register_hook, on the parameter"
                 )
         for name in self.before:
             own = (parameters[name]._backward_hooks or {}).values()
@@ -87,9 +85,6 @@ class ParameterHooks:
         for hook in tuple((parameter._backward_hooks or {}).values()):
             made = hook(result)
             result = result if made is None else made
-        for on_node in tuple(self._of_nodes.get(name, {}).values()):
-            made = on_node((result,))
-            result = result if made is None else made[0]
         return result.to(found.dtype)
 
     def accumulated(self, name: str, weights: Tensor, gradient: Tensor) -> None:
@@ -122,16 +117,15 @@ class ParameterHooks:
             parameter.data, parameter.grad = data, None
 
 
-def _on_node(parameter: nn.Parameter, method: str) -> Mapping[int, Callable[..., Any]]:
-    """Return the hooks that a method of what accumulates a parameter's gradients in plain torch has registered.
-
-    Torch shows them to the handle of another one.
-    """
+def _has_hooks_on_node(parameter: nn.Parameter) -> bool:
+    """Return whether what accumulates a parameter's gradients in plain torch has hooks."""
     if not parameter.requires_grad:
-        return {}
+        return False
     with torch.inference_mode(mode=False):
         node = torch.autograd.graph.get_gradient_edge(parameter).node
-    handle = getattr(node, method)(lambda *_: None)
-    hooks: Mapping[int, Callable[..., Any]] | None = handle.hooks_dict_ref()
-    handle.remove()
-    return hooks or {}
+    found = []
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(lambda *_: None)  # torch shows the others to it
+        found.append(len(handle.hooks_dict_ref() or ()) > 1)
+        handle.remove()
+    return any(found)

@@ -7,14 +7,57 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.weights.optim.instance_instead_of_factory import refuse_instances
 
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 """Builds an optimizer from the named parameters of a stage, such as ``lambda named: torch.optim.AdamW(named,
 lr=1e-3)``."""
+NEEDS_A_METRIC = (
+    "ReduceLROnPlateau needs a metric, which no update has by then: leave lr_scheduler out, make one of each optimizer "
+    "in pipeline.optimizers().values(), and step it between two runs, with what pipeline.evaluate(loader) returns"
+)
+
+
+def refuse_instances(optimizer: Any, lr_scheduler: Any) -> None:
+    """Refuse an optimizer or a scheduler in the place of a function that makes one; both at once.
+
+    Raises:
+        ConfigError: there is one; the message shows the function to write.
+    """
+    said = []
+    if isinstance(optimizer, torch.optim.Optimizer):
+        said.append(
+            f"optimizer is an instance of {type(optimizer).__name__}, but every stage needs one of its own; pass a "
+            f"function that makes it: optimizer=lambda named: {_line_of(optimizer)}"
+        )
+    if isinstance(lr_scheduler, ReduceLROnPlateau):
+        said.append(NEEDS_A_METRIC)
+    elif isinstance(lr_scheduler, LRScheduler):
+        name = type(lr_scheduler).__name__
+        said.append(
+            f"lr_scheduler is {name} of an optimizer that exists already, but every stage needs one of its own; pass a "
+            f"function that makes it, as in lr_scheduler=lambda optimizer: {name}(optimizer, ...), and leave "
+            "scheduler.step() out: every update takes its rate"
+        )
+    if said:
+        raise ConfigError("\n".join(said))
+
+
+def _line_of(optimizer: torch.optim.Optimizer) -> str:
+    """Return the call that makes such an optimizer of `named`, with the arguments that are not at their defaults."""
+    kind, arguments = type(optimizer), ["named"]
+    for name, parameter in inspect.signature(kind).parameters.items():
+        value = optimizer.defaults.get(name, parameter.default)
+        value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        if name == "lr" or (value != parameter.default and name in optimizer.defaults):
+            arguments.append(f"{name}={value!r}")
+    place = "torch.optim." if kind.__module__.startswith("torch.optim") else ""
+    groups = len(optimizer.param_groups)
+    more = f" (sort the pairs (name, parameter) into {groups} groups, as yours are)" if groups > 1 else ""
+    return f"{place}{kind.__name__}({', '.join(arguments)}){more}"
 
 
 def make_optimizer(factory: Any, parameters: dict[str, nn.Parameter]) -> torch.optim.Optimizer:

@@ -66,9 +66,18 @@ class GroupSettings:
         self._left = [_settings(group) for group in self.groups]
 
     def moved_rate(self) -> tuple[Any, Any] | None:
-        """Return a rate as the last update has left it, and as it is now, if they differ."""
-        pairs = ((left["lr"], group["lr"]) for left, group in zip(self._left, self.groups, strict=True))
-        return next(((left, now) for left, now in pairs if now is not left and now != left), None)
+        """Return a rate as the last update has left it, and as it is now, if they differ.
+
+        Raises:
+            ConfigError: somebody has added a group.
+        """
+        groups = self.groups
+        if len(groups) != len(self._left):
+            self.check_members()
+        for left, group in zip(self._left, groups, strict=True):
+            if group["lr"] is not left["lr"] and group["lr"] != left["lr"]:
+                return left["lr"], group["lr"]
+        return None
 
     def moved(self) -> list[dict[str, Any]]:
         """Return what has changed since the last update, per group."""

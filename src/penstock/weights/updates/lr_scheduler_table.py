@@ -17,12 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from penstock.errors import CapabilityError, ConfigError
-from penstock.weights.optim.instance_instead_of_factory import (
-    NEEDS_A_METRIC,
-    plateau_lines,
-    refuse_instances,
-    scheduler_line,
-)
+from penstock.weights.optim.optimizer_factory import NEEDS_A_METRIC, refuse_instances
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 """Makes a scheduler of an optimizer, such as ``lambda optimizer: OneCycleLR(optimizer, max_lr=1e-3, total_steps=500)``;
@@ -70,15 +65,6 @@ class ScheduledSettings:
         self._ended: ValueError | None = None
         self._groups = [_settings_of(group) for group in optimizer.param_groups]
         self._begin()
-
-    @classmethod
-    def like(cls, factory: SchedulerFactory, told: Mapping[str, Any]) -> ScheduledSettings:
-        """Make the table of an optimizer in another process, of which `plain` has told."""
-        return cls(factory, _StandIn(told["groups"], told["defaults"]))
-
-    def plain(self) -> dict[str, Any]:
-        """Return what the scheduler is made of, as JSON has it; settings that it has not are left out."""
-        return {"groups": [_plain(group) for group in self._groups], "defaults": _plain(self._defaults)}
 
     def check(self, update: int) -> Sequence[Mapping[str, Any]]:
         """Return what `at` does.
@@ -135,10 +121,7 @@ class ScheduledSettings:
             )
             raise
         if isinstance(self._scheduler, ReduceLROnPlateau):
-            raise CapabilityError(
-                f"{NEEDS_A_METRIC}. Leave lr_scheduler out, and write:\n    "
-                + "\n    ".join(plateau_lines(scheduler_line(self._scheduler)))
-            )
+            raise CapabilityError(NEEDS_A_METRIC)
         if not isinstance(self._scheduler, LRScheduler):
             raise CapabilityError(
                 f"lr_scheduler returned {type(self._scheduler).__name__}, not a scheduler of torch; pass a function "
@@ -166,11 +149,6 @@ class _StandIn(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Count as a step, which schedulers look for."""
-
-
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: v.tolist() if isinstance(v, torch.Tensor) else v for key, v in settings.items()}
-    return {key: value for key, value in found.items() if isinstance(value, int | float | str | tuple | list | None)}
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

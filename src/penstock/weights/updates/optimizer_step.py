@@ -2,8 +2,7 @@
 
 An optimizer may assign new tensors to its parameters (`p.data = ...`): their values are copied to where the weights
 are. It may keep the gradient tensors for its next step: their memory is used again here, so an optimizer of another
-library (or one with step hooks) steps on copies at first, and goes on to do so if it keeps any of them. It may keep
-views of weights, where updates stay in one place.
+library (or one with step hooks) steps on copies at first, and goes on to do so if it keeps any of them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CapabilityError
-from penstock.weights.optim.kept_weights import KeptWeights
 from penstock.weights.optim.optimizer_adapters import is_separable, name_of
 from penstock.weights.optim.step_hooks import step_hooks
 
@@ -30,7 +28,6 @@ class OptimizerStep:
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> None:
         self._optimizer, self._parameters = optimizer, parameters
-        self._kept = KeptWeights(optimizer, parameters.values())
         self._copies = True  # of gradients, as long as nobody knows whether they are kept
 
     def point(self, names: Iterable[str], weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
@@ -44,13 +41,12 @@ class OptimizerStep:
         """Step some parameters, in the memory of `weights`.
 
         Raises:
-            CapabilityError: the optimizer has kept older weights, or a gradient, whose memory is about to be used
-                again, or has given a parameter another shape.
+            CapabilityError: the optimizer has kept a gradient, whose memory is about to be used again, or has given a
+                parameter another shape.
         """
         optimizer = self._optimizer
         if optimizer is None:
             return
-        self._kept.check(weights.values())
         trusted = is_separable(optimizer) and not step_hooks(optimizer)
         copies = not trusted and self._copies
         given = {name: gradients[name].clone() if copies else gradients[name] for name in names}

@@ -142,9 +142,8 @@ class Rates:
         """Set those of an update, which is made next.
 
         Raises:
-            ConfigError: somebody else has set them since the last one, or added parameters to the optimizer.
+            ConfigError: somebody else has set them since the last one, or added groups.
         """
-        self._settings.check_members()
         moved = self._settings.moved_rate()
         if moved is not None:
             raise ConfigError(

@@ -16,10 +16,13 @@ p=2, m=2, endless (lower case is group 2; numbers below 0 are of the batch befor
 The authors take m = p. Any m will do: from m = p - 1 on (where a pass of one kind takes more than half the time of
 both, from m (F + B) >= p max(F, B) on) equal stages never wait; below, ranks run at most 2m ahead, so that both groups
 still read what they read above (variant "penstock").
+
+    penstock train --file examples/methods/wpipe.py --stages 4
 """
 
 from __future__ import annotations
 
+import penstock
 from penstock.schedule.ir.order import Order, make_order, pass_of
 from penstock.schedule.ir.placement import by_rank, looped
 from penstock.schedule.ir.schedule import Action, Op, Stage
@@ -48,3 +51,19 @@ def _backward(place: int, m: int, first: Stage, second: Stage) -> Action:
     """Return the backward at a position in the sequence, in which batch t has positions 0 to 2m - 1."""
     batch, k = divmod(place, 2 * m)
     return pass_of(Op.B, batch * m + k % m, second if k < m else first)
+
+
+def delays(stages: int, microbatches: int) -> list[list[int]]:
+    """Return the delays of the paper, for the reference: of one update in group 1, of none in group 2."""
+    return [[int(stage < stages // 2)] * microbatches for stage in range(stages)]
+
+
+method = penstock.Method(
+    "wpipe",
+    "WPipe, two groups of stages of which one has no delay",
+    "ICLR 2022 (Yang et al., group-based interleaved pipeline parallelism), and its code",
+    order=wpipe,
+    rule="stash",
+    settings={"max_grad_norm": None},
+    delays=delays,
+)

@@ -1,4 +1,4 @@
-"""docs/own-orders.md: what it prints is what the commands print, and what it says to type runs."""
+"""docs/own-methods.md: what it prints is what the commands print, and what it says to type runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.schedule.methods.corrections import CORRECTIONS
 from support.plain_training import MICROBATCHES, PlainTraining, assert_close_weights, make_data, make_model, sgd
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "own-orders.md"
+PAGE = ROOT / "docs" / "own-methods.md"
 PYTHON = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 SHOWN = re.findall(r"```text\n\$ (penstock [^\n]*)\n(.*?)```", PAGE.read_text(), re.DOTALL)
 TYPED = [
@@ -38,6 +38,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     assert PYTHON[0].count("stages - rank - 1 + more") == 1
     (tmp_path / "broken.py").write_text(PYTHON[0].replace("stages - rank - 1 + more", "rank + more"))
     (tmp_path / "endless.py").write_text(PYTHON[2])
+    (tmp_path / "slow_start.py").write_text(PYTHON[3])
     (tmp_path / "my.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
@@ -76,7 +77,7 @@ def test_the_python_runs(files: Path, capsys: Any) -> None:
     names |= {"optimizer": lambda named: torch.optim.AdamW(named, lr=1e-3)}
     names["blocks"] = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)]
     exec(compile(PYTHON[0], "my_order.py", "exec"), names)
-    exec(compile(PYTHON[1], "own-orders.md", "exec"), names)
+    exec(compile(PYTHON[1], "own-methods.md", "exec"), names)
     assert capsys.readouterr().out == "(3, 2) (1, 1) 0.2\n"
     fours = [[(torch.randn(2, 4), torch.randn(2, 1)) for _ in range(4)]]
     assert [report.batch for report in names["pipeline"].run(fours)] == [0]

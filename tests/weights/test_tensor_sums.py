@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.stage.checks.tensor_sums import tensor_sums
+from penstock.weights.memory.tensor_sums import tensor_sums
 
 
 def sum_of(tensor: Tensor) -> int:

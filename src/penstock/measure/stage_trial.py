@@ -18,7 +18,6 @@ from penstock.comm.core.tensor_group import TensorGroup
 from penstock.comm.core.trace_recorder import Recorder
 from penstock.comm.p2p.trees import copied, detached, leaves_of
 from penstock.errors import ConfigError
-from penstock.measure.stages.weight_bytes import WeightBytes
 from penstock.options.all_options import PipelineOptions
 from penstock.runtime.plan.plan import PipelinePlan
 from penstock.runtime.setup.stage_builder import StageBuilder
@@ -33,7 +32,7 @@ from penstock.weights.optim.optimizer_factory import OptimizerFactory
 
 _ACTIVATIONS = "activations"
 _MICROBATCHES = 2
-_MICROBATCHES_TO_MOVE = 3  # with fewer a backward comes too early
+_MICROBATCHES_AHEAD = 3  # of forwards that come first: with fewer a backward comes too early to move or recompute
 
 
 class BlockPlace(NamedTuple):
@@ -81,12 +80,12 @@ class Training(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """One microbatch.
+    """One microbatch, or a slice of its sequences.
 
     Attributes:
         forward, first, second: seconds of the forward, and of both parts of the backward; all in `first` if not halved.
-        most_forward, most_backward: bytes of activations, at most, in each.
-        stored, late: bytes of activations after the forward, and between the parts of the backward.
+        most_forward, most_backward: bytes of activations, at most, in each, those of earlier slices included.
+        stored, late: bytes of activations that the forward has left, and of them between the parts of the backward.
         movable: those of them that can be moved away; 0 where nothing is.
         output: bytes of the output.
         gradients: bytes of the gradient of each leaf of the input.
@@ -99,29 +98,9 @@ class Trial(NamedTuple):
     most_backward: int
     stored: int
     late: int
-    output: int
-    gradients: tuple[int, ...]
-    movable: int = 0
-
-
-class SliceTrial(NamedTuple):
-    """One slice of the sequences of a microbatch.
-
-    Attributes:
-        stored: bytes of activations that its forward has left.
-        late: the same between the parts of its backward; 0 if that is not halved.
-        movable: those of them that can be moved away; 0 where nothing is.
-        output: bytes of the output.
-        gradients: bytes of the gradient of each leaf of the input.
-        behind: what the next stage is given.
-    """
-
-    stored: int
-    late: int
     movable: int
     output: int
     gradients: tuple[int, ...]
-    behind: BlockInput
 
 
 class StageTrial:
@@ -138,6 +117,7 @@ class StageTrial:
 
     Attributes:
         halved: as given.
+        stage: which they are.
 
     Raises:
         CapabilityError: they cannot be such a stage.
@@ -171,76 +151,66 @@ class StageTrial:
         balance = [*([] if place.first else [1]), len(blocks), *([] if place.last else [1])]
         options = training.options.changed(balance=balance, max_grad_norm=None)
         options = options.changed(offload="activations") if moved else options
-        request = schedule_to_try(depth, halved, moved, slices)
+        ahead = moved or options.recompute.recompute == "stage"
+        request = schedule_to_try(depth, halved, ahead, slices)
         plan = PipelinePlan.make(around, request, options)
         (stage,) = plan.schedule.on_rank(0 if place.first else 1)
         self._place, self.halved, self._slices = place, halved, slices
         self._recorder = Recorder(stage.rank, time.perf_counter())
         key = RankKey(pipeline, stage.rank)
         builder = StageBuilder(key, plan, *training[:2], self._recorder, tensor)
-        self._runtime = builder.build(stage, blocks)
+        self.stage = builder.build(stage, blocks)
         self._k = self._batch = 0
         self._given: list[Tensor | None] = []  # gradients of the output
 
     def close(self) -> None:
         """Give the modules their own parameters back."""
-        self._runtime.restore()
+        self.stage.restore()
 
     @property
     def weights(self) -> StageWeights:
         """The weights of the stage."""
-        return self._runtime.weights
-
-    @property
-    def weight_bytes(self) -> WeightBytes:
-        """What its weights take, counted now."""
-        return WeightBytes(self._runtime)
-
-    def output_of(self, given: BlockInput) -> BlockInput:
-        """Return what the next stage is given if this one is given something."""
-        output, _ = self._forward(given)
-        self._backward(output)
-        return _handed_on(output)
+        return self.stage.weights
 
     def run(self, given: BlockInput) -> Trial:
         """Run a microbatch."""
-        live = self._recorder.live
-        forward, most_forward, (output, _) = self._timed(lambda: self._forward(given))
-        stored = live.get(_ACTIVATIONS, 0)
-        movable = self._movable_bytes(0)
-        sent = 0 if self._place.last else _bytes_of(leaves_of(output))
-        first, most_backward, found = self._timed(lambda: self._backward_for_inputs(output))
-        late = live.get(_ACTIVATIONS, 0)
-        second, _, _ = self._timed(self._backward_for_weights)
-        self._k += 1
-        gradients = _bytes_of_each(found)
-        return Trial(forward, first, second, most_forward, most_backward, stored, late, sent, gradients, movable)
+        return self.run_slices([given])[0]
 
-    def run_slices(self, given: Sequence[BlockInput]) -> list[SliceTrial]:
-        """Run the slices of a microbatch: forwards in their order, backwards in the reverse one.
+    def run_slices(self, given: Sequence[BlockInput]) -> list[Trial]:
+        """Run the slices of a microbatch: forwards in their order, backwards in the reverse one, then second halves.
 
         Args:
             given: to each.
         """
         live, pieces = self._recorder.live, range(self._slices)
-        outputs, stored, backwards = [], [live.get(_ACTIVATIONS, 0)], {}
+        forwards, stored, firsts, seconds = [], [live.get(_ACTIVATIONS, 0)], {}, {}
         for j, each in enumerate(given):
-            outputs.append(self._forward(each, (j, self._slices))[0])
-            stored.append(live[_ACTIVATIONS])
+            forwards.append(self._timed(partial(self._forward, each, j)))
+            stored.append(live.get(_ACTIVATIONS, 0))
         movable = [self._movable_bytes(j) for j in pieces]
         for j in reversed(pieces):
-            before = live[_ACTIVATIONS]
-            gradients = _bytes_of_each(self._backward_for_inputs(outputs[j], j))
-            backwards[j] = live[_ACTIVATIONS] - before, gradients
+            before, output = live.get(_ACTIVATIONS, 0), forwards[j][2]
+            firsts[j] = *self._timed(partial(self._backward_for_inputs, output, j)), live.get(_ACTIVATIONS, 0) - before
         for j in reversed(pieces):
-            self._backward_for_weights(j)
+            seconds[j] = self._timed(partial(self._backward_for_weights, j))[0]
         self._k += 1
         found = []
         for j, (before, after) in enumerate(pairwise(stored)):
-            graph, (change, gradients) = after - before, backwards[j]
-            sent = 0 if self._place.last else _bytes_of(leaves_of(outputs[j]))
-            found.append(SliceTrial(graph, graph + change, movable[j], sent, gradients, _handed_on(outputs[j])))
+            (forward, most_forward, output), (first, most_backward, gradients, change) = forwards[j], firsts[j]
+            graph, sent = after - before, 0 if self._place.last else _bytes_of(leaves_of(output))
+            kept, returned = (graph, graph + change, movable[j]), tuple(_bytes_of([each]) for each in gradients)
+            found.append(Trial(forward, first, seconds[j], most_forward, most_backward, *kept, sent, returned))
         return found
+
+    def outputs_of(self, given: Sequence[BlockInput]) -> list[BlockInput]:
+        """Return what the next stage is given, slice by slice, if this one is given something; not timed."""
+        outputs = [self._forward(each, j) for j, each in enumerate(given)]
+        self._backward(outputs)
+        return list(map(_handed_on, outputs))
+
+    def output_of(self, given: BlockInput) -> BlockInput:
+        """Return what the next stage is given of a whole microbatch."""
+        return self.outputs_of([given])[0]
 
     def update(self, given: BlockInput, clips: bool) -> float:
         """Run a microbatch, and the update with its gradient, of which this returns the seconds.
@@ -249,8 +219,8 @@ class StageTrial:
             given: the microbatch.
             clips: the norm of the gradient is computed, too.
         """
-        self._backward(self._forward(given)[0])
-        weights = self._runtime.weights
+        self._backward([self._forward(given)])
+        weights = self.stage.weights
 
         def step() -> None:
             if clips:
@@ -264,34 +234,39 @@ class StageTrial:
         weights.complete(self._batch)  # where parallel pipelines have other rows, these never come
         return seconds
 
-    def _forward(self, given: BlockInput, piece: tuple[int, int] | None = None) -> tuple[Any, Any]:
-        runtime, key = self._runtime, RngKey(self._batch, self._k)
+    def _forward(self, given: BlockInput, piece: int = 0) -> Any:
+        """Run the forward of a slice, or of the whole; returns its output."""
+        runtime, key = self.stage, RngKey(self._batch, self._k)
         value = runtime.module.take(given.value) if self._place.first else given.value
-        microbatch = Microbatch(self._k, key, given.target, piece=piece)
-        output, loss, _ = runtime.passes.forward(microbatch, value, given.wants, self._batch)
+        of_slices = (piece, self._slices) if self._slices > 1 else None
+        microbatch = Microbatch(self._k, key, given.target, piece=of_slices)
+        output, _, _ = runtime.passes.forward(microbatch, value, given.wants, self._batch)
         runtime.passes.flights[microbatch.key].auxiliary = 1e-3  # which the last stage would tell
-        return output, loss
+        return output
 
-    def _backward(self, output: Any) -> None:
-        self._backward_for_inputs(output)
-        self._backward_for_weights()
+    def _backward(self, outputs: Sequence[Any]) -> None:
+        """Run the backwards of all slices of a microbatch."""
+        for j in reversed(range(len(outputs))):
+            self._backward_for_inputs(outputs[j], j)
+        for j in reversed(range(len(outputs))):
+            self._backward_for_weights(j)
         self._k += 1
 
     def _backward_for_inputs(self, output: Any, piece: int = 0) -> list[Tensor | None]:
         """Run the first half of a backward, or all of it; returns the gradients of the input."""
-        passes, key = self._runtime.passes, (self._k, piece)
-        gradients = None if self._runtime.module.has_loss else self._gradients(output)
+        passes, key = self.stage.passes, (self._k, piece)
+        gradients = None if self.stage.module.has_loss else self._gradients(output)
         run = passes.backward_for_inputs if self.halved else passes.backward
         return run(key, self._batch, self._batch, gradients)
 
     def _backward_for_weights(self, piece: int = 0) -> None:
         """Run the second half of a backward, if there is one."""
         if self.halved:
-            self._runtime.passes.backward_for_weights((self._k, piece), self._batch, self._batch)
+            self.stage.passes.backward_for_weights((self._k, piece), self._batch, self._batch)
 
     def _movable_bytes(self, piece: int) -> int:
         """Return the bytes of what a forward has left that can be moved away."""
-        passes = self._runtime.passes
+        passes = self.stage.passes
         return passes.graphs.movable_bytes(passes.flights[self._k, piece].work)
 
     def _gradients(self, output: Any) -> list[Tensor | None]:
@@ -310,7 +285,7 @@ class StageTrial:
         Returns:
             The seconds; the most bytes of activations meanwhile; and what it has returned.
         """
-        device, recorder = self._runtime.module.device, self._recorder
+        device, recorder = self.stage.module.device, self._recorder
         recorder.peak[_ACTIVATIONS] = recorder.live.setdefault(_ACTIVATIONS, 0)
         _wait_for(device)
         start = time.perf_counter()
@@ -336,19 +311,19 @@ def _bytes_of(leaves: Any) -> int:
     return sum(x.nbytes for x in leaves if isinstance(x, Tensor))
 
 
-def _bytes_of_each(gradients: Sequence[Tensor | None]) -> tuple[int, ...]:
-    """Return the bytes of the gradient of each leaf, 0 where there is none."""
-    return tuple(0 if gradient is None else gradient.nbytes for gradient in gradients)
+def schedule_to_try(depth: int, halved: bool, ahead: bool, slices: int) -> ScheduleRequest:
+    """Return a schedule with what is tried.
 
-
-def schedule_to_try(depth: int, halved: bool, moved: bool, slices: int) -> ScheduleRequest:
-    """Return a schedule with what is tried; arguments as of `StageTrial`."""
-    microbatches = _MICROBATCHES_TO_MOVE if moved else _MICROBATCHES
+    Args:
+        depth, halved, slices: as of `StageTrial`.
+        ahead: forwards come long before their backwards, so that activations can be moved or made again between.
+    """
+    microbatches = _MICROBATCHES_AHEAD if ahead else _MICROBATCHES
     if slices > 1:
         if halved:
             return ScheduleRequest(partial(_halves_of_slices, slices), depth, microbatches)
         return ScheduleRequest("terapipe", depth, microbatches, options={"slices": slices})
-    whole = "gpipe" if moved else "1f1b"
+    whole = "gpipe" if ahead else "1f1b"
     return ScheduleRequest(_halves if halved else whole, depth, microbatches)
 
 
