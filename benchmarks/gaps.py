@@ -3,13 +3,15 @@
     python -m benchmarks.gaps                                  # text-clipped-5000, and docs/gaps.svg
     python -m benchmarks.gaps text-clipped-5000-muon --out -   # the table only
 
-Runs are the files that `penstock compare` leaves for each (`runs/METHOD-seed-S-lr-L.json`), copied to a folder of
-`benchmarks/results/quality`. Each is compared with the synchronous run of the same seed, at equal numbers of updates.
+Runs are in the results.csv of a comparison with one rate for each method, copied to a folder of
+`benchmarks/results/quality`, or in files that earlier comparisons left (`METHOD-seed-S-lr-L.json`). Each is
+compared with the synchronous run of the same seed, at equal numbers of updates.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -17,6 +19,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 from benchmarks.throughput import RESULTS
+from penstock.view.comparison_page import RESULTS as ROWS
 from penstock.view.line_plot import Curve, plot_svg
 
 FOLDERS = RESULTS / "quality"
@@ -31,7 +34,10 @@ Losses = Mapping[tuple[str, int], Mapping[int, float]]
 
 def losses_of(folder: Path) -> Losses:
     """Read the losses of all runs in a folder."""
-    found = {}
+    found: dict[tuple[str, int], dict[int, float]] = {}
+    for row in csv.DictReader((folder / ROWS).open()) if (folder / ROWS).exists() else ():
+        if row["validation_loss"]:
+            found.setdefault((row["method"], int(row["seed"])), {})[int(row["updates"])] = float(row["validation_loss"])
     for file in sorted(folder.glob("*.json")):
         if named := re.fullmatch(r"(.+)-seed-(\d+)-lr-.+\.json", file.name):
             scores = json.loads(file.read_text())["scores"]

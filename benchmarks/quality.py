@@ -24,13 +24,22 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.digits import digits_of
 from benchmarks.throughput import RESULTS
 from penstock.compare.config import ComparisonConfig, comparison_config
-from penstock.compare.run import ComparisonRun
+from penstock.compare.run import ComparisonRun, text_task
 from penstock.view.comparison_page import RESULTS as ROWS, SUMMARY, write_findings
 from penstock.view.comparison_progress import TerminalComparison
 
 PUBLISHED = RESULTS / "quality"
+FOLDER = Path(__file__).parents[1] / "examples" / "methods"
+FILES = {
+    "gap-aware": "gap_aware",
+    **dict.fromkeys(("nag-pp", "nag-pp-no-stash"), "nag_pp"),
+    **dict.fromkeys(("spike", "lwp", "spike-lwp"), "pipelined_backprop"),
+    "ftpipe": "ftpipe",
+}
+"""The files of methods that stand in examples; contenders have the names of the methods."""
 SHARED = ("stages=8", "batches=600", "lr_schedule.warm_up=150", "seeds=3", "tune=1")
 EIGHT = ("microbatches=8", "microbatch_size=2")
 MANY = ("microbatches=32", "microbatch_size=1")
@@ -63,11 +72,13 @@ class Campaign:
         title: for the docs.
         methods: comma-separated; the first one is synchronous.
         changes: of the configuration, as after --set.
+        images: whether the task is that of digits, in place of a GPT on text.
     """
 
     title: str
     methods: str
     changes: tuple[str, ...]
+    images: bool = False
 
     @property
     def config(self) -> ComparisonConfig:
@@ -78,24 +89,28 @@ class Campaign:
         """Return the configuration with other numbers of updates (a quarter of which warm up) or seeds, and changes."""
         own = [] if updates is None else [f"batches={updates}", f"lr_schedule.warm_up={updates // 4}"]
         own += [] if seeds is None else [f"seeds={seeds}"]
-        return comparison_config([*SHARED, *self.changes, *own, *changes], {"methods": self.methods})
+        own += ["model.width=16", "held_out=0.2"] if self.images else []
+        names = self.methods.split(",")
+        of_files = {name: {"schedule": f"{FOLDER / FILES[name]}.py:method={name}"} for name in names if name in FILES}
+        rows = ",".join(name for name in names if name not in FILES)
+        changes = (*SHARED, *self.changes, *own, *changes)
+        return comparison_config(changes, {"methods": rows}, values={"contenders": of_files})
 
 
 CAMPAIGNS = {
     "text": Campaign("GPT on text, AdamW, m = 8", f"1f1b,{FEW}", (*EIGHT, *ADAM)),
-    "digits": Campaign(
-        "residual CNN on digits, AdamW, m = 8", f"1f1b,{STALE},{OTHERS}", ("task=digits", *EIGHT, *ADAM)
-    ),
+    "digits": Campaign("residual CNN on digits, AdamW, m = 8", f"1f1b,{STALE},{OTHERS}", (*EIGHT, *ADAM), images=True),
     "text-half": Campaign("GPT on text, AdamW, m = 8, 320 updates", "1f1b", (*EIGHT, *ADAM, *HALF)),
     "digits-half": Campaign(
-        "residual CNN on digits, AdamW, m = 8, 320 updates", "1f1b", ("task=digits", *EIGHT, *ADAM, *HALF)
+        "residual CNN on digits, AdamW, m = 8, 320 updates", "1f1b", (*EIGHT, *ADAM, *HALF), images=True
     ),
     "text-muon": Campaign("GPT on text, Muon, m = 8", "1f1b,2bw,stash,pipemare:sync=150,spectrain", (*EIGHT, *MUON)),
     "text-muon-32": Campaign("GPT on text, Muon, m = 32", "1f1b,pipemare:sync=150", (*MANY, *FAST_MUON)),
     "digits-1-sgd": Campaign(
         "residual CNN on digits, SGD with momentum, m = 1",
         f"1f1b,{LATE},spike,spike-lwp,gap-aware",
-        ("task=digits", *ONE, *MOMENTUM),
+        (*ONE, *MOMENTUM),
+        images=True,
     ),
     "text-1": Campaign("GPT on text, AdamW, m = 1", f"1f1b,{LATE}", (*ONE, *ADAM)),
     "text-long": Campaign("GPT on text, AdamW, clipped, long", f"1f1b,{LONG}", (*EIGHT, *ADAM, *FIVE_THOUSAND)),
@@ -124,7 +139,9 @@ def run(
     """
     observer = TerminalComparison()
     folder, kept = out / folder_of(name, updates), PUBLISHED / folder_of(name, updates)
-    comparison = ComparisonRun(CAMPAIGNS[name].sized(updates, seeds, *changes), folder, observer)
+    campaign = CAMPAIGNS[name]
+    task = digits_of if campaign.images else text_task
+    comparison = ComparisonRun(campaign.sized(updates, seeds, *changes), folder, observer, task)
     try:
         comparison.run(jobs)
     finally:
@@ -164,7 +181,7 @@ def table(name: str, folder: Path = PUBLISHED, title: str | None = None) -> str:
     """Format the results of a campaign as Markdown."""
     with open(folder / name / SUMMARY) as file:
         rows = list(csv.DictReader(file))
-    images = any(row["accuracy"] for row in rows)
+    images = any(row.get("accuracy") for row in rows)  # of earlier campaigns on digits
     what = title or CAMPAIGNS[name].title
     lines = [
         f"| {what} | rate | loss | {'accuracy | ' if images else ''}difference, % | delay | time |",

@@ -27,8 +27,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.throughput import RESULTS, open_raw, read_raw
 from penstock.compare.config import ComparisonConfig, comparison_config
-from penstock.compare.held_out import Scorer
-from penstock.compare.tasks import Task, make_task
+from penstock.compare.run import text_task
+from penstock.train.config.schema import TrainConfig
+from penstock.train.prepare.prepare_run import Task
 from penstock.train.setup.lr_schedule import rate_schedule
 
 SYNCHRONOUS = "synchronous"
@@ -198,12 +199,12 @@ class Model:
 
     Args:
         task: that it is the model of.
-        seed: of its first weights, and of the order of samples.
+        config: of the run.
     """
 
-    def __init__(self, task: Task, seed: int) -> None:
-        self._task, self._seed = task, seed
-        made = {name: block.make() for name, block in task.blocks(seed).items()}
+    def __init__(self, task: Task, config: TrainConfig) -> None:
+        model, self._samples = task(config)
+        self._loss, made = model.loss, {name: block.make() for name, block in model.blocks.items()}
         self._blocks = list(made.values())
         self.parameters = {f"{block}.{name}": p for block, each in made.items() for name, p in each.named_parameters()}
         self.flat = torch.cat([p.detach().flatten() for p in self.parameters.values()])
@@ -222,7 +223,7 @@ class Model:
     def gradient(self, forward: Tensor, backward: Tensor, first: int, count: int) -> Tensor:
         """Return the gradient of samples, with the forward at one point and the backward at another."""
         self.flat.copy_(forward)
-        inputs, target = self._task.samples(self._seed, first, count)
+        inputs, target = self._samples.samples(first, count)
         here = self.flat.untyped_storage().data_ptr()
 
         def pack(saved: Tensor) -> Any:
@@ -236,16 +237,29 @@ class Model:
         with saved_tensors_hooks(pack, unpack):
             for block in self._blocks:
                 inputs = block(inputs)
-            loss, units = self._task.loss(inputs, target)
+            loss, units = self._loss(inputs, target)
             found = torch.autograd.grad(loss / units, list(self.parameters.values()))
         return torch.cat([g.flatten() for g in found])
+
+    @torch.no_grad()
+    def held_out(self, weights: Tensor, samples: int, size: int) -> float:
+        """Return the loss on held-out samples, so many at a time."""
+        self.flat.copy_(weights)
+        total, units = 0.0, 0.0
+        for first in range(0, samples, size):
+            inputs, target = self._samples.validation_samples(first, size)
+            for block in self._blocks:
+                inputs = block(inputs)
+            loss, count = self._loss(inputs, target)
+            total, units = total + float(loss), units + count
+        return total / units
 
 
 def trained(
     config: ComparisonConfig, task: Task, remedy: Remedy, seed: int, rate: float
 ) -> Iterator[tuple[int, float]]:
     """Train one run; yields numbers of updates with the held-out loss after them."""
-    model, scorer = Model(task, seed), Scorer(task, seed, config.evaluate.samples)
+    model = Model(task, config.run("1f1b", seed, rate))
     section, factor = config.optimizer, rate_schedule(config.lr_schedule, config.batches)
     rates = [rate * factor(update) for update in range(config.batches)] + [rate * factor(config.batches - 1)]
     kept = Kept.of(model.flat.clone(), (remedy.momentum or section.beta1, section.beta2))
@@ -256,7 +270,7 @@ def trained(
         kept.rate, kept.progress = rates[batch + 1], kept.updates / config.batches
         look_ahead(kept, remedy)
         if kept.updates % config.evaluate.every == 0 or kept.updates == config.batches:
-            yield kept.updates, scorer.score(kept.updates, model.parts(kept.w)).loss
+            yield kept.updates, model.held_out(kept.w, config.evaluate.samples, size)
 
 
 def update(kept: Kept, remedy: Remedy, g: Tensor, rate: float, decays: Tensor | float) -> None:
@@ -333,7 +347,7 @@ def main() -> None:
     out = arguments.summary or open_raw("remedies", arguments.out)
     if arguments.summary is None:
         config = settings(arguments.updates)
-        task = make_task(config)
+        task = text_task(config, arguments.out)
         runs = [(n, r, s) for s in range(arguments.seeds) for r in arguments.lr for n in arguments.only]
         for name, rate, seed in runs:
             losses = list(trained(config, task, REMEDIES[name], seed, rate))

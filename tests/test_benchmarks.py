@@ -10,6 +10,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 from benchmarks.clipping import ARMS
+from benchmarks.digits import digits_of
 from benchmarks.limits import factors, replay
 from benchmarks.machine import command_line
 from benchmarks.overhead import PARTS
@@ -19,9 +20,8 @@ from benchmarks.throughput import interval
 from benchmarks.tiny import InProcessArm, PlainArm, tiny_data
 from torch import multiprocessing
 
-from penstock.compare.grid import contenders
 from penstock.compare.prepared_contender import prepare_contender
-from penstock.compare.tasks import make_task
+from penstock.compare.run import text_task
 from penstock.launch.fork_server import start_method
 from penstock.schedule.build import prove
 from support.benchmarked import spawn_small
@@ -192,15 +192,15 @@ def test_campaigns_of_quality():
     for campaign in CAMPAIGNS.values():
         config = campaign.config
         assert (config.stages, config.seeds, len(config.rates)) == (8, 3, 3)
-        assert contenders(config)[0].label == "1f1b"
+        assert next(iter(config.contenders)) == "1f1b"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["text-1-nadam", "digits-1-sgd"])
 def test_the_optimizer_of_a_campaign_goes_with_its_methods(name):
     config = CAMPAIGNS[name].config
-    task = make_task(config, ROOT)
-    synchronous, *others = (prepare_contender(config, task, contender).synchronous for contender in contenders(config))
+    task = (digits_of if CAMPAIGNS[name].images else text_task)(config, ROOT)
+    synchronous, *others = (prepare_contender(config, label, task).synchronous for label in config.contenders)
     assert synchronous
     assert not any(others)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +22,10 @@ from benchmarks.remedies import (
     weights,
 )
 
-from penstock.compare.config import ComparisonConfig
-from penstock.compare.contender import parse_contender
-from penstock.compare.grid import Key
-from penstock.compare.prepared_contender import prepare_contender
-from penstock.compare.tasks import Task, make_task
-from penstock.compare.trial import run_trial
+from penstock.compare.config import ComparisonConfig, comparison_config
+from penstock.compare.contender_run import Key, train_contender
+from penstock.compare.run import text_task
+from penstock.train.prepare.prepare_run import Task
 
 UPDATES = 9
 
@@ -41,7 +40,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ComparisonConfig:
 
 @pytest.fixture(scope="module")
 def task(config: ComparisonConfig) -> Task:
-    return make_task(config)
+    return text_task(config, Path("nowhere"))
 
 
 @pytest.mark.parametrize(
@@ -56,12 +55,15 @@ def task(config: ComparisonConfig) -> Task:
         ("error-feedback", "error-feedback"),
     ],
 )
-def test_a_remedy_is_that_of_its_method(remedy: str, method: str, config: ComparisonConfig, task: Task) -> None:
-    key = Key(method, 1, 3e-3)
-    wanted = run_trial(config, task, prepare_contender(config, task, parse_contender(method)), key, lambda *_: None)
+def test_a_remedy_is_that_of_its_method(
+    remedy: str, method: str, config: ComparisonConfig, task: Task, tmp_path: Path
+) -> None:
+    contenders = comparison_config([], {"methods": method}).contenders
+    key, other = Key(next(iter(contenders)), 1, 3e-3), config.model_copy(update={"contenders": contenders})
+    wanted = train_contender(other, task, tmp_path, key, lambda *_: None)
     found = list(trained(config, task, REMEDIES[remedy], key.seed, key.lr))
     assert [updates for updates, _ in found] == [3, 6, 9]
-    for (_, loss), score in zip(found, wanted.scores[1:], strict=True):
+    for (_, loss), score in zip(found, wanted.scores, strict=True):
         assert loss == pytest.approx(score.loss, rel=2e-6)
 
 
@@ -123,8 +125,8 @@ def test_a_falling_horizon_begins_with_the_whole_step_and_ends_with_none() -> No
     assert torch.equal(falling.reads(kept), kept.w)
 
 
-def test_a_backward_reads_where_the_remedy_says(task: Task) -> None:
-    model = Model(task, 0)
+def test_a_backward_reads_where_the_remedy_says(config: ComparisonConfig, task: Task) -> None:
+    model = Model(task, config.run("1f1b", 0, 3e-3))
     here = model.flat.clone()
     there = here + 0.1 * torch.randn(here.shape, generator=torch.Generator().manual_seed(1))
     apart, alone, other = (model.gradient(a, b, 0, 4) for a, b in ((here, there), (here, here), (there, there)))

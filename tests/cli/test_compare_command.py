@@ -31,15 +31,14 @@ def test_the_command_from_beginning_to_end_and_again(tmp_path):
     assert [line.split(":")[0] for line in finished] == [
         f"{method}, seed {seed}, lr 0.003" for seed in (0, 1) for method in ("1f1b", "2bw")
     ]
-    assert "text: 2 stages, 2 microbatches, 2 batches of 16 tokens" in first.output
+    assert "2 stages, 2 microbatches, 2 batches of 16 tokens" in first.output
     assert any(line.split()[0] == "1f1b" and "baseline" in line for line in lines if line.strip())
     assert lines[-1] == str(out / "comparison.html")
     names = {"comparison.html", "comparison.json", "results.csv", "summary.csv", "runs"}
     assert {path.name for path in out.iterdir()} == names
     with (out / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * 2 * 2
-    assert len({row["validation_loss"] for row in rows if (row["seed"], row["updates"]) == ("0", "0")}) == 1
+    assert [row["updates"] for row in rows] == ["2"] * 4
     tables = {name: (out / name).read_bytes() for name in names - {"runs"}}
 
     again = compare("--out", out)
@@ -50,7 +49,7 @@ def test_the_command_from_beginning_to_end_and_again(tmp_path):
 
 
 def test_ctrl_c_says_how_to_go_on_and_leaves_what_there_is(tmp_path, monkeypatch):
-    real, begun = run_module.run_trial, []
+    real, begun = run_module.train_contender, []
 
     def interrupted(*arguments):
         begun.append(arguments)
@@ -58,7 +57,7 @@ def test_ctrl_c_says_how_to_go_on_and_leaves_what_there_is(tmp_path, monkeypatch
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(run_module, "run_trial", interrupted)
+    monkeypatch.setattr(run_module, "train_contender", interrupted)
     result = compare("--out", tmp_path)
     assert result.exit_code == 130
     assert "the same command continues with the runs that have not finished" in result.output
@@ -73,7 +72,6 @@ def test_ctrl_c_says_how_to_go_on_and_leaves_what_there_is(tmp_path, monkeypatch
     [
         ([], "give the folder for the results"),
         (["1f1b,newes", "--out", "x"], "unknown method 'newes'. Did you mean 'newest'"),
-        (["--task", "digit", "--out", "x"], "Did you mean 'digits'?"),
         (["--lr", "fast", "--out", "x"], "lr takes comma-separated numbers"),
         (["--set", "clip", "--out", "x"], "--set takes key=value"),
     ],
@@ -98,20 +96,6 @@ def test_keys_are_listed(monkeypatch, capsys):
     assert code == 0
     assert "evaluate.every" in out
     assert "keys of --set" in out
-
-
-@pytest.mark.long
-def test_an_optimizer_for_hidden_layers(tmp_path):
-    """Goes with a GPT; of a CNN, whose only matrix is that of its head, it would step nothing."""
-    done = compare("2bw", "pipeoptim", "--set", "optimizer.name=muon", "--seeds", 1, "--out", tmp_path / "a")
-    assert done.exit_code == 0, done.output
-    refused = compare("pipeoptim", "--set", "optimizer.name=soap", "--out", tmp_path / "b")
-    assert refused.exit_code != 0
-    assert "not of SOAP" in str(refused.exception)
-    digits = ("compare", "1f1b", "--stages", "2", "--batches", "2", "--set", "task=digits")
-    refused = CliRunner().invoke(make_app(), [*digits, "--set", "optimizer.name=muon", "--out", str(tmp_path / "c")])
-    assert refused.exit_code != 0
-    assert "task digits has none" in str(refused.exception)
 
 
 def test_delays_are_told_as_in_the_table_of_methods(monkeypatch, capsys, tmp_path):

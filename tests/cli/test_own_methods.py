@@ -13,9 +13,9 @@ from torch import nn
 
 import penstock
 from penstock.compare.config import comparison_config
-from penstock.compare.result_files import joined
 from penstock.errors import ConfigError
 from penstock.train.config.load import load_config
+from penstock.train.config.own_schedule import is_same, read_own_method
 from penstock.verify.verify import verify
 from support.command_line import run, settings
 from support.own_methods import FILES, FOLDER, own, written
@@ -179,8 +179,22 @@ def test_it_is_compared_by_its_file_and_its_text_counts(mine: Path, monkeypatch:
     code, _, said = run(monkeypatch, capsys, *asked)  # from the folder
     assert (code, "3 of 3 runs had finished before" in said) == (0, True), said
     mine.write_text(METHOD.replace("1.0", "0.9"))
-    with pytest.raises(ConfigError, match="its file has changed since"):
-        joined(comparison_config([], {}, [str(mine)]), out)
+    code, _, said = run(monkeypatch, capsys, *asked)
+    assert (code, "its file has changed since" in " ".join(said.split())) == (2, True), said
+    mine.unlink()
+    code, printed, said = run(monkeypatch, capsys, "compare", "2bw", *sizes, "--out", out, "--json")
+    assert (code, len(json.loads(printed))) == (0, 4), said  # the folder keeps it
+    kept = json.loads((out / "comparison.json").read_text())["config"]["contenders"]
+    with pytest.raises(ConfigError, match="holds the Python code of a method of one's own"):
+        comparison_config([], {}, values={"contenders": kept})
+
+
+def test_methods_of_one_file_are_not_the_same() -> None:
+    one, other = (read_own_method(written(name), None, None) for name in ("nag-pp", "nag-pp-no-stash"))
+    assert one is not None
+    assert other is not None
+    assert is_same(one[0], one[0])
+    assert not is_same(one[0], other[0])
 
 
 @pytest.mark.processes

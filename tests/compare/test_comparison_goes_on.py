@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from penstock.compare import run
-from penstock.compare.config import ComparisonConfig, comparison_config
-from penstock.compare.grid import Key, grid_of, other_settings
+from penstock.compare.config import comparison_config
+from penstock.compare.contender_run import Key, TrialResult
 from penstock.compare.results import EvaluationRow, Findings, as_csv
-from penstock.compare.run import ComparisonRun
-from penstock.compare.trial import TrialResult
+from penstock.compare.run import ComparisonRun, grid_of
 from penstock.errors import CapabilityError, ConfigError, DataError, WorkerError
 from penstock.view.comparison_progress import caption
 from support.comparisons import TEXT, TINY, Quiet, compared, configured
@@ -25,25 +24,31 @@ from support.own_methods import written
 
 
 @pytest.mark.slow
-def test_an_interrupted_comparison_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes, real, begun = ["methods=1f1b,2bw", "seeds=2", "batches=2"], run.run_trial, []
+@pytest.mark.parametrize("checkpoint", ["checkpoint.every=null", "checkpoint.every=2"])
+def test_an_interrupted_comparison_goes_on(checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the checkpoint of the run that was interrupted, if there is one."""
+    changes, real = ["methods=1f1b,2bw", "batches=6", checkpoint], run.train_contender
     expected = compared(tmp_path / "at once", *changes)
+    begun, counted = list[Key](), list[int]()
 
-    def interrupted(config: Any, task: Any, prepared: Any, key: Key, tell: Any) -> TrialResult:
+    def interrupted(config: Any, task: Any, runs: Path, key: Key, tell: Any) -> TrialResult:
         begun.append(key)
-        if len(begun) == 3:
-            tell = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # noqa: E731 - in the midst of a run
-        return real(config, task, prepared, key, tell)
 
-    monkeypatch.setattr(run, "run_trial", interrupted)
+        def count(batch: int, _: float) -> None:
+            counted.append(batch)
+            if len(counted) == 6 + 5:
+                raise KeyboardInterrupt
+
+        return real(config, task, runs, key, count)
+
+    monkeypatch.setattr(run, "train_contender", interrupted)
     with pytest.raises(KeyboardInterrupt):
         compared(tmp_path / "out", *changes)
-    assert len(list((tmp_path / "out/runs").iterdir())) == 2
-    observer = Quiet()
-    findings = compared(tmp_path / "out", *changes, observer=observer)
-    assert begun == [*grid_of(configured(*changes))][:3] + [*grid_of(configured(*changes))][2:]
-    assert (observer.seen["began"], observer.seen["finished"], observer.seen["progress"]) == (2, 2, 4)
-    assert as_csv(findings.rows(), EvaluationRow) == as_csv(expected.rows(), EvaluationRow)
+    again = compared(tmp_path / "out", *changes)
+    first, second = grid_of(again.config)
+    assert begun == [first, second, second]
+    assert len(counted) - 11 < 6 if checkpoint.endswith("2") else counted[11:] == [1, 2, 3, 4, 5, 6]
+    assert as_csv(again.rows(), EvaluationRow) == as_csv(expected.rows(), EvaluationRow)
 
 
 @pytest.mark.long
@@ -101,7 +106,7 @@ def test_what_is_not_named_stays_as_it_is(tmp_path: Path) -> None:
     assert [prepared.label for prepared in found.contenders] == ["2bw", "1f1b", "stash"]
     assert keys(found) == [(m, 0, lr) for lr in (0.01, 0.1) for m in ("2bw", "1f1b", "stash")]
     assert began == 2
-    assert json.loads((tmp_path / "comparison.json").read_text())["methods"] == ["2bw", "1f1b", "stash"]
+    assert [*json.loads((tmp_path / "comparison.json").read_text())["config"]["contenders"]] == ["2bw", "1f1b", "stash"]
     found, began = again()
     assert (keys(found), began) == ([(m, 0, lr) for lr in (0.01, 0.1) for m in ("2bw", "1f1b", "stash")], 0)
     found, began = again("seeds=2", "tune=1", "methods=2bw")
@@ -116,15 +121,12 @@ def test_what_is_not_named_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_a_paper_s_other_setting_is_told(tmp_path: Path) -> None:
     """All methods have one optimizer, so a method may not be as its paper has it."""
-    said = "nag_pp.py:method=nag-pp: its paper has optimizer.beta1=0.99, here all methods have 0.9"
-    nadam = ["methods=1f1b", "optimizer.name=nadam", "optimizer.weight_decay=0.01", "seeds=1", "batches=1"]
-
-    def asked(*changes: str) -> ComparisonConfig:
-        return comparison_config([*TINY, *nadam, *changes], {}, [written("nag-pp")])
-
-    assert other_settings(asked()) == [said]
-    assert not other_settings(asked("optimizer.beta1=0.99"))
-    assert f"{said}." in caption(ComparisonRun(asked(), tmp_path, Quiet()).run())
+    said = "nag_pp.py:method=nag-pp: its paper has optimizer.beta1=0.99, here it has 0.9"
+    nadam = ["methods=1f1b,stash", "optimizer.name=nadam", "optimizer.weight_decay=0.01", "seeds=1", "batches=1"]
+    files = [written("nag-pp"), f"{written('nag-pp')}:optimizer.beta1=0.99"]
+    found = ComparisonRun(comparison_config([*TINY, *nadam], {}, files), tmp_path, Quiet()).run()
+    assert found.other_settings() == [said]
+    assert f"{said}." in caption(found)
 
 
 def test_another_comparison_is_refused_before_its_methods_are_looked_at(tmp_path: Path) -> None:
@@ -140,7 +142,7 @@ def test_another_comparison_is_refused_before_its_methods_are_looked_at(tmp_path
         (["batches=3"], "batches is 2 there and 3 now"),
         (["max_grad_norm=1.0"], "max_grad_norm is not set there and 1.0 now"),
         (["optimizer.beta2=0.9", "model.width=8"], "model.width is 16 there and 8 now; optimizer.beta2 is 0.95 there"),
-        (["data=pyproject.toml"], "data found is .* tokens, .* there and"),
+        (["data=pyproject.toml"], "data is .*LICENSE there and pyproject.toml now"),
     ],
 )
 def test_another_comparison_is_refused(tmp_path: Path, changes: list[str], message: str) -> None:
@@ -152,21 +154,6 @@ def test_another_comparison_is_refused(tmp_path: Path, changes: list[str], messa
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == before
 
 
-def test_a_folder_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
-    """Where it did not know a key; unless that is an option of the optimizer, which may have done something else."""
-    adamw, muon = tmp_path / "adamw", tmp_path / "muon"
-    for folder, changes in ((adamw, ()), (muon, ("optimizer.name=muon",))):
-        compared(folder, "methods=1f1b", "seeds=1", "batches=1", *changes)
-        index = json.loads((folder / "comparison.json").read_text())
-        del index["shared"]["compile"], index["shared"]["optimizer"]["ns_dtype"]
-        (folder / "comparison.json").write_text(json.dumps(index))
-    assert len(compared(adamw, "methods=2bw", "seeds=1", "batches=1").results) == 2
-    with pytest.raises(ConfigError, match="compile is False there and True now"):
-        compared(tmp_path / "muon", "methods=2bw", "seeds=1", "batches=1", "optimizer.name=muon", "compile=true")
-    with pytest.raises(ConfigError, match="another comparison: optimizer.ns_dtype is unknown there and not set now"):
-        compared(muon, "methods=2bw", "seeds=1", "batches=1", "optimizer.name=muon")
-
-
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(ConfigError, match="has other files in it but no comparison"):
@@ -176,15 +163,29 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "is damaged"), ('{"schema": 1}', "is damaged"), ("[]", "has schema None")]
+    ("text", "message"), [("{", "is damaged"), ('{"schema": 1}', "has schema 1"), ("[]", "has schema None")]
 )
 def test_a_damaged_file_is_named(tmp_path: Path, text: str, message: str) -> None:
-    compared(tmp_path, "methods=1f1b", "batches=2")
-    (path,) = (tmp_path / "runs").iterdir()
-    path.write_text(text)
-    with pytest.raises(DataError, match=message) as caught:
+    (tmp_path / "comparison.json").write_text(text)
+    with pytest.raises(DataError, match=f"comparison.json' {message}"):
         compared(tmp_path, "methods=1f1b", "batches=2")
-    assert path.name in str(caught.value)
+
+
+def test_a_run_that_has_lost_a_part_of_its_metrics_is_named(tmp_path: Path) -> None:
+    compared(tmp_path, "methods=1f1b", "batches=2")
+    (path,) = tmp_path.glob("runs/*/metrics.jsonl")
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if '"batch": 0' not in line))
+    with pytest.raises(DataError, match=f"{path.parent.name}' lacks some of its losses"):
+        compared(tmp_path, "methods=1f1b", "batches=2")
+
+
+def test_other_text_in_the_same_file_is_refused(tmp_path: Path) -> None:
+    text, changes = tmp_path / "text.txt", ("methods=1f1b", "batches=1", f"data={tmp_path / 'text.txt'}")
+    text.write_text(TEXT.read_text())
+    compared(tmp_path / "out", *changes)
+    text.write_text(TEXT.read_text()[1:])
+    with pytest.raises(ConfigError, match="data found is .* tokens, .* there and"):
+        compared(tmp_path / "out", *changes)
 
 
 def test_own_files_are_no_data(tmp_path: Path) -> None:
@@ -209,7 +210,7 @@ def killed(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def failed(_: Any, __: Any, key: Key) -> None:
+def failed(_: Any, __: Any, ___: Any, key: Key) -> None:
     raise CapabilityError(f"{key} cannot be trained")
 
 
@@ -227,7 +228,7 @@ def test_a_run_beside_others_that_fails_says_why(tmp_path: Path, monkeypatch: py
         ComparisonRun(configured("methods=1f1b,2bw"), tmp_path, Quiet()).run(jobs=2)
 
 
-def ends_or_not(_: Any, __: Any, key: Key) -> Key:
+def ends_or_not(_: Any, __: Any, ___: Any, key: Key) -> Key:
     time.sleep(1000 * key.seed)
     return key
 

@@ -9,36 +9,28 @@ from typing import Any
 
 import pytest
 
-from penstock.compare.contender import parse_contender
-from penstock.compare.grid import Key
-from penstock.compare.held_out import Score
+from penstock.compare.contender_run import Key, Score, TrialResult
 from penstock.compare.prepared_contender import prepare_contender
 from penstock.compare.results import Findings, MethodSummary
-from penstock.compare.tasks import make_task
-from penstock.compare.trial import TrialResult
-from support.comparisons import configured
+from support.comparisons import configured, task_of
 
 
 @cache
 def contenders() -> tuple[Any, ...]:
-    config = configured()
-    return (
-        config,
-        make_task(config),
-        [prepare_contender(config, make_task(config), parse_contender(name)) for name in ("2bw", "1f1b")],
-    )
+    config = configured("methods=2bw,1f1b")
+    return config, [prepare_contender(config, name, task_of) for name in ("2bw", "1f1b")]
 
 
 def summarised(ends: dict[tuple[str, int, float], float | None]) -> dict[str, MethodSummary]:
     """The summary of runs that end with these losses; None where they diverge."""
-    config, task, methods = contenders()
+    config, methods = contenders()
     results = {}
     for place, end in ends.items():
         key, diverged = Key(*place), 3 if end is None else None
-        scores = (Score(0, 5.0, None), *(() if end is None else (Score(6, end, None),)))
+        scores = () if end is None else (Score(6, end),)
         results[key] = TrialResult(key, scores, (5.0,) * 3, (1.0,) * 3, diverged, 1.0)
     two_seeds = config.model_copy(update={"seeds": 2})
-    return {summary.method: summary for summary in Findings(two_seeds, task, methods, results).summaries()}
+    return {summary.method: summary for summary in Findings(two_seeds, methods, results).summaries()}
 
 
 def test_differences_are_those_of_the_same_seeds() -> None:

@@ -9,7 +9,6 @@ import pytest
 
 import penstock
 from penstock.compare.config import ComparisonConfig, comparison_config
-from penstock.compare.grid import contenders
 from penstock.compare.run import ComparisonRun
 from penstock.errors import ConfigError, ScheduleError
 from support.command_line import run
@@ -45,15 +44,12 @@ def configured(*changes: str, methods: str | None = None, files: tuple[object, .
 
 def test_files_come_behind_the_methods_by_their_names(order: Path) -> None:
     config = configured(methods="2bw,1f1b:delays=2", files=(order, f"{order}:late=1", f"{order}:late=1:delays=1"))
-    found = contenders(config)
-    assert [contender.label for contender in found] == [
-        "2bw", "1f1b:delays=2", "mine.py", "mine.py:late=1", "mine.py:late=1:delays=1"
-    ]  # fmt: skip
-    assert [contender.method.rule for contender in found] == ["double-buffer", *["flush"] * 4]
-    assert found[3].schedule == found[4].schedule != found[2].schedule
-    assert (found[3].delays, found[4].delays) == (0, 1)
-    assert config.schedules.keys() == {"mine.py", "mine.py:late=1"}
-    assert [contender.label for contender in contenders(configured(files=(order,)))] == ["mine.py"]
+    assert [*config.contenders] == ["2bw", "1f1b:delays=2", "mine.py", "mine.py:late=1", "mine.py:late=1:delays=1"]
+    runs = [config.run(label, 0, 0.1) for label in config.contenders]
+    assert [run.row.rule for run in runs] == ["double-buffer", *["flush"] * 4]
+    assert runs[3].schedule == runs[4].schedule != runs[2].schedule
+    assert (runs[3].delays, runs[4].delays) == (None, 1)
+    assert [*configured(files=(order,)).contenders] == ["mine.py"]
 
 
 def test_they_are_trained_and_kept(order: Path, tmp_path: Path) -> None:
@@ -67,11 +63,10 @@ def test_they_are_trained_and_kept(order: Path, tmp_path: Path) -> None:
     assert {(key.method, key.seed) for key in more.results} == {
         (m, seed) for m in ("1f1b", "mine.py") for seed in (0, 1)
     }
-    assert "rank 1: F0^t B0^t" in json.loads((out / "comparison.json").read_text())["schedules"]["mine.py"]
+    kept = json.loads((out / "comparison.json").read_text())["config"]["contenders"]["mine.py"]
+    assert "rank 1: F0^t B0^t" in kept["schedule"]
     order.write_text(ORDER.replace("if late", "if not late"))
-    with pytest.raises(
-        ConfigError, match="has results of another mine.py: its file has changed since. Give it another"
-    ):
+    with pytest.raises(ConfigError, match="has results of another mine.py: it or its file has changed since. Give"):
         ComparisonRun(configured(files=(order,)), out, Unseen())
     order.write_text(ORDER)
     ComparisonRun(configured(files=(order,)), out, Unseen())
@@ -79,19 +74,17 @@ def test_they_are_trained_and_kept(order: Path, tmp_path: Path) -> None:
 
 def test_all_methods_have_one_size(tmp_path: Path) -> None:
     penstock.make_schedule("1f1b", 3, 2).save(tmp_path / "mine.txt")
-    with pytest.raises(
-        ConfigError, match=r"mine.txt: .* is for 3 ranks .* but stages is 2; set stages to 3; all methods"
-    ):
+    with pytest.raises(ConfigError, match=r"mine.txt: .* is for 3 ranks .* but stages is 2; set stages to 3"):
         configured(files=(tmp_path / "mine.txt",))
-    assert contenders(configured("stages=3", files=(tmp_path / "mine.txt",)))[0].label == "mine.txt"
+    assert [*configured("stages=3", files=(tmp_path / "mine.txt",)).contenders] == ["mine.txt"]
 
 
 def test_a_configuration_file_may_name_them(order: Path) -> None:
-    values = {"methods": ["1f1b", "own"], "schedules": {"own": f"{order}:late=1"}, "seeds": 5}
+    values = {"methods": ["1f1b"], "contenders": {"own": {"schedule": f"{order}:late=1"}}, "seeds": 5}
     config = comparison_config(TINY, {}, values=values)
-    assert [contender.label for contender in contenders(config)] == ["1f1b", "own"]
+    assert [*config.contenders] == ["1f1b", "own"]
     assert config.seeds == 1  # --set goes before the file
-    assert config.schedules["own"].startswith(f"# {order}:late=1\nschedule mine\n")
+    assert config.contenders["own"]["schedule"].startswith(f"# {order}:late=1\nschedule mine\n")
 
 
 def test_what_is_wrong_with_one_is_said_before_anything_is_trained(order: Path) -> None:
@@ -115,7 +108,7 @@ def test_the_command_compares_methods_and_files(order: Path, tmp_path: Path, mon
     assert list(rows) == ["1f1b", "2bw", "mine.py"]
     assert rows["mine.py"]["verdict"] == "equal"
     assert "3 of 3 runs had finished before" in err
-    (tmp_path / "mine.yaml").write_text("methods: [2bw]\ntask: text\nlr: [0.1, 0.01]\n")
+    (tmp_path / "mine.yaml").write_text("methods: [2bw]\nlr: [0.1, 0.01]\n")
     code, out, _ = run(
         monkeypatch, capsys, "compare", "--config", tmp_path / "mine.yaml", *changes, "--out", tmp_path / "b", "--json"
     )

@@ -8,8 +8,8 @@ from typing import Any
 
 from penstock.compare.config import ComparisonConfig, comparison_config
 from penstock.compare.results import Findings
-from penstock.compare.run import ComparisonRun
-from penstock.compare.tasks import make_task, training_batches
+from penstock.compare.run import ComparisonRun, text_task
+from penstock.train.data.window_sampler import batches
 
 TEXT = Path(__file__).parents[2] / "LICENSE"  # any text that stays the same
 TINY = (
@@ -53,6 +53,11 @@ def curves(findings: Findings, *what: str) -> dict[str, list[list[Any]]]:
     }
 
 
+def task_of(config: ComparisonConfig) -> tuple[Any, Any]:
+    return text_task(config, Path("nowhere"))(config)
+
+
 def data(config: ComparisonConfig) -> list[Any]:
-    task = make_task(config)
-    return list(training_batches(task, 0, config.batches, config.microbatches, config.microbatch_size))
+    _, windows = task_of(config)
+    size = config.microbatches, config.microbatch_size
+    return [list(batch) for batch in batches(windows, 0, config.batches, *size)]

@@ -82,14 +82,13 @@ def test_they_are_shown_even_if_the_weights_cannot_be_written_either(monkeypatch
 
 def train_on_a_small_disk(group: dist.ProcessGroup, values: dict[str, Any], folder: str, most: int) -> list[Any]:
     """Train as one rank where no file may be larger than `most`; returns the warnings, and the batch before each."""
-    del group
     observer, before = Recording(), resource.getrlimit(resource.RLIMIT_FSIZE)
     reporter._POST_EVERY = 0.0
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
     try:
         run = prepare(validate_config(values))
         store = PrefixStore(str(values["batches"]), _get_default_store())  # of this start
-        loop._Loop(run, Path(folder), store, observer, DrainRequest(None)).run()
+        loop._Loop(run, Path(folder), store, observer, DrainRequest(None), group).run()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     told: list[Any] = []

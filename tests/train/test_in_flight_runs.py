@@ -24,10 +24,9 @@ pytestmark = pytest.mark.processes
 
 def train(group: dist.ProcessGroup, values: dict[str, Any], folder: str) -> tuple[dict[str, Tensor], list[float]]:
     """One rank's run; its weights, and the activations in flight on each rank."""
-    del group
     with slow_links(0.04):  # far longer than a pass, also on a machine with other work
         request = DrainRequest(None)
-        loop = _Loop(prepare(validate_config(values)), Path(folder), _get_default_store(), Silent(), request)
+        loop = _Loop(prepare(validate_config(values)), Path(folder), _get_default_store(), Silent(), request, group)
         loop.run()
     weights = {name: w.clone() for name, w in loop.pipeline.state_dict().items()}
     return weights, [float(held) for held in loop.pipeline.proof.activations]

@@ -68,9 +68,10 @@ PLANTS = {"spike": spike, "ruin": ruin}
 
 def train(group: dist.ProcessGroup, values: dict[str, Any], folder: str, plant: str) -> tuple[dict[str, Tensor], Any]:
     """One rank's run; its weights, and where it thinks that methods have changed."""
-    del group
     with PLANTS[plant]():
-        loop = _Loop(prepare(validate_config(values)), Path(folder), _get_default_store(), Silent(), DrainRequest(None))
+        loop = _Loop(
+            prepare(validate_config(values)), Path(folder), _get_default_store(), Silent(), DrainRequest(None), group
+        )
         loop.run()
     weights = {name: w.clone() for name, w in loop.pipeline.state_dict().items()}
     return weights, loop.phases._course.falls

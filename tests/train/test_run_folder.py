@@ -109,8 +109,9 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 def train(group: dist.ProcessGroup, values: dict[str, Any], folder: str) -> None:
     """One rank of a run."""
-    del group
-    _Loop(prepare(validate_config(values)), Path(folder), _get_default_store(), Silent(), DrainRequest(None)).run()
+    _Loop(
+        prepare(validate_config(values)), Path(folder), _get_default_store(), Silent(), DrainRequest(None), group
+    ).run()
 
 
 @pytest.mark.processes

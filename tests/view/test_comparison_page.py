@@ -12,16 +12,13 @@ from xml.etree import ElementTree
 import pytest
 
 from penstock.compare.config import comparison_config
-from penstock.compare.contender import parse_contender
-from penstock.compare.grid import Key
-from penstock.compare.held_out import Score
+from penstock.compare.contender_run import Key, Score, TrialResult
 from penstock.compare.prepared_contender import prepare_contender
 from penstock.compare.results import Findings
-from penstock.compare.tasks import make_task
-from penstock.compare.trial import TrialResult
 from penstock.view.comparison_page import comparison_page, write_findings
 from penstock.view.comparison_progress import plus_minus
 from penstock.view.line_plot import Curve, plot_svg
+from support.comparisons import task_of
 
 VOID = {"meta"}
 
@@ -61,16 +58,16 @@ def findings(ends: Mapping[str, float | None], *changes: str) -> Findings:
         ["stages=2", "microbatches=2", "batches=4", "seeds=2", f"data={__file__}", "model.layers=2", "model.width=8",
          "model.heads=2", "model.context=8", f"methods={','.join(ends)}", *changes], {}
     )  # fmt: skip
-    task, results = make_task(config), {}
+    results = {}
     for label, end in ends.items():
         for seed in range(2):
             for lr in config.rates:
                 key, diverged = Key(label, seed, lr), 3 if end is None else None
-                last = [] if end is None else [Score(4, end + seed / 10, None)]
-                scores = (Score(0, 5.0, None), Score(2, 4.0, None), *last)
+                last = [] if end is None else [Score(4, end + seed / 10)]
+                scores = (Score(2, 4.0), *last)
                 count = 4 if end is not None else 3
                 results[key] = TrialResult(key, scores, (4.5,) * count, (0.5,) * count, diverged, 1.0)
-    return Findings(config, task, [prepare_contender(config, task, parse_contender(label)) for label in ends], results)
+    return Findings(config, [prepare_contender(config, label, task_of) for label in ends], results)
 
 
 @pytest.mark.parametrize("changes", [[], ["lr=0.1,0.2"]])
@@ -112,7 +109,7 @@ def test_curves_of_all_batches_are_lines_however_few_evaluations_there_are() -> 
     for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)[:6]:
         plot = ElementTree.fromstring(svg)
         title = plot.attrib["aria-label"]
-        points = {"training": 4, "norm": 4, "validation": 3, "delay": 2}[title.split()[0]]
+        points = {"training": 4, "norm": 4, "validation": 2, "delay": 2}[title.split()[0]]
         lines = [line.attrib["points"].split() for line in plot.findall("polyline")]
         assert [len(set(line)) for line in lines] == [points, points], title
         marks = [path for path in plot.findall("path") if path.find("title") is not None]
@@ -169,7 +166,7 @@ def test_delays_are_explained_and_summarized() -> None:
 
 def test_a_comparison_without_a_finished_run_has_a_page() -> None:
     empty = findings({"1f1b": 2.0})
-    text = comparison_page(Findings(empty.config, empty.task, empty.contenders, {}))
+    text = comparison_page(Findings(empty.config, empty.contenders, {}))
     assert text.count("nothing to show") == 5  # all but the delays
 
 
@@ -179,9 +176,9 @@ def test_tables_are_written_with_the_page(tmp_path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["comparison.html", "results.csv", "summary.csv"]
     rows = (tmp_path / "results.csv").read_text().splitlines()
     assert rows[0].startswith("method,seed,lr,updates,samples,tokens,simulated_time,training_loss,validation_loss,")
-    assert rows[2] == "1f1b,0,0.003,2,16,128,18.0,4.5,4.0,,0.5,0 0,0 0,False"
-    assert next(row for row in rows if row.endswith("True")) == "stash,0,0.003,3,24,192,21.0,4.5,,,0.5,0.5 0,0.5 0,True"
-    assert len(rows) == 1 + 3 * 2 + 3 * 2
+    assert rows[1] == "1f1b,0,0.003,2,16,128,18.0,4.5,4.0,0.5,0 0,0 0,False"
+    assert next(row for row in rows if row.endswith("True")) == "stash,0,0.003,3,24,192,21.0,4.5,,0.5,0.5 0,0.5 0,True"
+    assert len(rows) == 1 + 2 * 2 + 2 * 2
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------

@@ -48,10 +48,6 @@ def compare(
     rule: OrderRule = None,
     correction: OrderCorrection = None,
     data: DataPath = None,
-    task: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="text (a byte-level GPT, if not given) or digits (a residual CNN)."),
-    ] = None,
     seeds: Annotated[
         int | None, typer.Option(metavar="N", help="Runs of each method; 3 if not given.", min=1, max=10**6)
     ] = None,
@@ -82,18 +78,17 @@ def compare(
     The folder gets results.csv, summary.csv, comparison.html.
     If it is interrupted, by Ctrl-C or otherwise, the same command continues with the runs that have not finished.
     """
-    from penstock.compare.config import ComparisonConfig, comparison_config
-    from penstock.train.config.key_reference import described_keys
+    from penstock.compare.config import comparison_config, comparison_keys
     from penstock.view.tables import keys_table
     from penstock.yaml_file import read_yaml
 
     if keys:
-        Console().print(keys_table(described_keys(ComparisonConfig)))
+        Console().print(keys_table(comparison_keys()))
         return
     if out is None:
         raise ConfigError("give the folder for the results, as in --out comparisons/first")
     sizes = {"stages": stages, "microbatches": microbatches, "batches": batches}
-    others = {"data": data, "task": task, "seeds": seeds, "lr": lr, "tune": tune}
+    others = {"data": data, "seeds": seeds, "lr": lr, "tune": tune}
     given = {"methods": ",".join(methods) if methods else None} | sizes | others
     values = None if config is None else read_yaml(config)
     _compare(comparison_config(changes or [], given, files or (), values, rule, correction), out, jobs, as_json)

@@ -1,126 +1,88 @@
-"""Configuration of a comparison: methods, seeds and learning rates, and the settings that all runs share."""
+"""Configuration of a comparison: that of `penstock train`, and what its contenders, seeds and rates change in it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from penstock.compare.contender import DELAYS, SYNC, write_options, written_value
-from penstock.errors import ConfigError
-from penstock.models.gpt_shape import LARGEST
-from penstock.schedule.ir.limits import MOST_BATCHES, MOST_MICROBATCHES, MOST_STAGES
+from penstock.errors import ConfigError, PenstockError
+from penstock.schedule.methods.corrections import CORRECTIONS
 from penstock.schedule.methods.find_method import find_method
-from penstock.schedule.methods.method_parsing import (
-    CORRECTION,
-    OWN,
-    RULE,
-    split_options,
-    written_order,
+from penstock.schedule.methods.method_parsing import CORRECTION, METHOD, OWN, RULE
+from penstock.train.config.key_reference import Key, described_keys, known_keys
+from penstock.train.config.load import (
+    apply_change,
+    validate,
+    with_method_options,
+    with_own_method,
+    with_own_schedule,
 )
-from penstock.train.config.load import apply_change, validate
-from penstock.train.config.own_schedule import is_file, read_own_method, read_own_schedule, refuse_code, size_fault
-from penstock.train.config.sections import OptimizerSection, RateSection
-from penstock.train.config.values import MOST_THREADS, Number, Strict
+from penstock.train.config.own_schedule import refuse_code
+from penstock.train.config.schema import TrainConfig
+from penstock.train.config.values import MANY, Number
+from penstock.train.config.written_config import flat_config
 
-_MANY = 10**6  # seeds, and samples of a microbatch
-
-
-class NetSection(Strict):
-    """The model of the task."""
-
-    layers: int | None = Field(
-        default=None,
-        ge=1,
-        le=LARGEST["layers"],
-        description="transformer layers or residual blocks; as many as stages if not set",
-    )
-    width: int | None = Field(
-        default=None, ge=1, le=LARGEST["width"], description="model width (64), or channels of the first half (16)"
-    )
-    heads: int | None = Field(default=None, ge=1, le=LARGEST["heads"], description="attention heads of task text (4)")
-    context: int | None = Field(
-        default=None, ge=2, le=LARGEST["context"], description="tokens per sample of task text (64)"
-    )
-
-
-class ScoringSection(Strict):
-    """Settings of the evaluations on held-out samples."""
-
-    every: int = Field(
-        default=25, ge=1, le=MOST_BATCHES, description="updates between two evaluations; there is one at the end, too"
-    )
-    samples: int = Field(
-        default=256, ge=1, le=MOST_BATCHES, description="held-out samples; all there are, if these are fewer"
-    )
+_OF_A_RUN = ("method", "schedule", "rule", "corrected_by", "seed", "out", "placement", "predicted")
+"""Keys of `penstock train` that a comparison sets itself, or has no use for."""
+_OF_METHOD = ("method", "schedule", "rule", "corrected_by", "options", "correction")
+"""Keys that are other ones once a file has been read."""
+_OF_ALL = ("seed", "data", "out")
+"""Keys that contenders cannot change, or their results would not be comparable."""
+_SHORT = MappingProxyType({"sync": "sync.batches"})
+_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "stages": 8,
+        "microbatches": 8,
+        "microbatch_size": 4,
+        "batches": 300,
+        "max_grad_norm": None,
+        "threads": 1,
+        "sample_length": 0,
+        "evaluate": {"every": 25, "samples": 256},
+        "checkpoint": {"every": None},
+        "model": {"width": 64, "heads": 4, "context": 64},
+    }
+)
+"""The defaults of comparisons where they are not those of a run."""
 
 
-class ComparisonConfig(Strict):
-    """The configuration of a comparison."""
+class ComparisonConfig(TrainConfig):
+    """The configuration of a comparison: what its runs have in common, and how they differ."""
 
     methods: list[str] = Field(
-        default=["1f1b", "2bw"],
-        min_length=1,
-        description="rows of `penstock methods`, as in interleaved:chunks=4 or 2bw:sync=50; names of schedules",
+        default=[],
+        description="contenders in short: rows of `penstock methods`, with options and with keys that they change, as "
+        "in interleaved:chunks=4 or 2bw:sync.batches=50; 1f1b and 2bw if none is named",
     )
-    schedules: dict[str, str] = Field(
-        default={}, description="orders of your own by the names of their files (--file), as text once they are read"
+    contenders: dict[str, dict[str, Any]] = Field(
+        default={}, description="contenders by name, with keys that they change, as in {late: {method: 2bw, delays: 2}}"
     )
-    seeds: int = Field(default=3, ge=1, le=_MANY, description="runs of each method: seeds 0, 1, ...")
+    seeds: int = Field(default=3, ge=1, le=MANY, description="runs of each contender: seeds 0, 1, ...")
     lr: list[Annotated[Number, Field(gt=0)]] | None = Field(
-        default=None, min_length=1, description="learning rates to try with each method; optimizer.lr if not set"
+        default=None, min_length=1, description="learning rates to try with each contender; optimizer.lr if not set"
     )
     tune: int | None = Field(
         default=None,
         ge=1,
-        le=_MANY,
-        description="seeds that all rates are tried with; the others get what was best for a method. All if not set",
-    )
-    task: str = Field(default="text", description="text (a byte-level GPT) or digits (a residual CNN)")
-    stages: int = Field(default=8, ge=1, le=MOST_STAGES, description="d, ranks of the pipeline")
-    microbatches: int = Field(
-        default=8, ge=1, le=MOST_MICROBATCHES, description="m, microbatches per batch (per update)"
-    )
-    microbatch_size: int = Field(default=4, ge=1, le=_MANY, description="samples per microbatch")
-    batches: int = Field(default=300, ge=1, le=MOST_BATCHES, description="updates to make")
-    max_grad_norm: Number | None = Field(
-        default=None,
-        gt=0,
-        description="largest global norm of a gradient; null for none, so that no update waits for it",
+        le=MANY,
+        description="seeds that all rates are tried with; the others get what was best for a contender. All if not set",
     )
     spike: Number = Field(
         default=1.5,
         gt=1,
         le=1e100,
-        description="a run has diverged when its loss is so many times that of the initial weights",
+        description="a run has diverged when its loss is so many times that of its first batch",
     )
-    data: str | None = Field(
-        default=None, description="text file, folder or token array of task text; the standard library if not set"
-    )
-    held_out: Number | None = Field(
-        default=None, gt=0, le=0.5, description="fraction of the data held out (0.05 of text, 0.2 of digits)"
-    )
-    device: str = Field(default="auto", description="where runs train: auto (a GPU if there is one), cpu, cuda, cuda:1")
-    cuda_graphs: bool = Field(
-        default=False, description="record passes as CUDA graphs, so that the host issues each by one call"
-    )
-    compile: bool = Field(
-        default=False,
-        description="compile each block by torch.compile; on a CPU with a C++ compiler; changes the last bits",
-    )
-    threads: int = Field(
-        default=1, ge=1, le=MOST_THREADS, description="threads to compute with; the number changes the last bits"
-    )
-    model: NetSection = Field(default=NetSection(), description="the model of the task")
-    optimizer: OptimizerSection = Field(default=OptimizerSection(), description="the optimizer")
-    lr_schedule: RateSection = Field(default=RateSection(), description="the learning rate over time")
-    evaluate: ScoringSection = Field(default=ScoringSection(), description="when held-out losses are taken")
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """The learning rates that every method is trained with."""
+        """The learning rates that every contender is trained with."""
         return tuple(dict.fromkeys(map(float, self.lr or [self.optimizer.lr])))
 
     @property
@@ -130,18 +92,33 @@ class ComparisonConfig(Strict):
 
     @property
     def runs(self) -> int:
-        """The number of runs of each method."""
+        """The number of runs of each contender."""
         return self.tuned * len(self.rates) + self.seeds - self.tuned
 
-    @property
-    def shared(self) -> dict[str, Any]:
-        """The settings that all runs share: all but methods, seeds and rates."""
-        values = self.model_dump()
-        del values["optimizer"]["lr"]
-        return {key: value for key, value in values.items() if key not in _OF_SOME_RUNS}
+    def run(self, label: str, seed: int, lr: float) -> TrainConfig:
+        """Return the configuration of one run.
+
+        Raises:
+            ConfigError: a contender changes a key that there is not, or that all runs share.
+        """
+        changes = self.contenders[label]
+        for key in _OF_ALL:
+            if key in changes:
+                raise ConfigError(f"{key}: all contenders have the same; leave it out")
+        if "lr" in changes.get("optimizer", {}):
+            raise ConfigError("optimizer.lr: rates are tried with all contenders (--lr); leave it out")
+        values = self.model_dump(include={*TrainConfig.model_fields})
+        return validate(TrainConfig, _merged(values, changes, {"seed": seed, "optimizer": {"lr": lr}}))
 
 
-_OF_SOME_RUNS = ("methods", "schedules", "seeds", "lr", "tune")
+def comparison_keys() -> list[Key]:
+    """List every key of a comparison with its default and its meaning."""
+    defaults = flat_config(validate(ComparisonConfig, _with_defaults({})))
+    return [
+        (key, defaults[key], meaning)
+        for key, _, meaning in described_keys(ComparisonConfig)
+        if key.partition(".")[0] not in _OF_A_RUN
+    ]
 
 
 def comparison_config(
@@ -157,7 +134,7 @@ def comparison_config(
     Args:
         changes: `key=value`, as after --set.
         given: values of options of their own, which override `changes`; None where an option was not given.
-        files: orders of one's own, with options after colons; they are compared after the methods that are given.
+        files: orders and methods of one's own, with options after colons; they come after the methods that are given.
         values: of a configuration file, which all the others override.
         rule, correction: of those files that name none.
 
@@ -166,52 +143,133 @@ def comparison_config(
             if a file cannot be read.
         ScheduleError: the schedule in a file is wrong.
     """
-    values = dict(values or {})
-    for text in dict(values.get("schedules") or {}).values():
-        refuse_code(text, "the configuration")
+    values = copy.deepcopy(dict(values or {}))
     for change in changes:
         apply_change(ComparisonConfig, values, change)
     values |= {key: value for key, value in given.items() if value is not None}
-    for key, kind in (("methods", str), ("lr", float)):
-        if isinstance(values.get(key), str | float | int):
-            values[key] = _listed(key, str(values[key]), kind)
-    config = validate(ComparisonConfig, values)
-    own = [_own_entry(file, rule, correction) for file in files]
+    for key in _OF_A_RUN:
+        if key in values:
+            raise ConfigError(f"{key} is not for comparisons, which take methods, contenders, seeds and files (--file)")
+    for listed, kind in (("methods", str), ("lr", float)):
+        if isinstance(values.get(listed), str | float | int):
+            values[listed] = _listed(listed, str(values[listed]), kind)
+    config = validate(ComparisonConfig, _with_defaults(values))
     for key, value in ((RULE, rule), (CORRECTION, correction)):
         if value is not None and not files:
-            row = find_method(split_options(config.methods[0])[0])
+            row = find_method((config.methods or ["1f1b"])[0].partition(":")[0].strip())
             raise ConfigError(f"{key}: method {row.name!r} has its own, {getattr(row, key)}; it is for a --file")
-    schedules = {**config.schedules, **{name: read for _, name, read in own}}
-    for name, text in schedules.items():
-        if is_file(text) and (read := read_own_method(text, rule, correction)) is not None:
-            schedules[name] = read[0]
-        elif is_file(text):
-            written = written_order(text)
-            if written.correction != written_order(name).correction:
-                raise ConfigError(
-                    f"schedules: {name!r}: of an order with a correction, the name says so, too: "
-                    f"{name}:{CORRECTION}={written.correction}"
-                )
-            schedules[name] = read_own_schedule(written, config.stages, config.microbatches)
-        fault = size_fault(schedules[name], {"stages": config.stages, "microbatches": config.microbatches})
-        if fault is not None:
-            raise ConfigError(f"{name}: {fault}; all methods are compared with one size")
-    named = [*(config.methods if "methods" in values or not own else ()), *(label for label, _, _ in own)]
-    given_here = {"methods": named} if "methods" in values or own else {}
-    return config.model_copy(update={"schedules": schedules, **given_here})
+    named = [*map(_in_short, config.methods), *config.contenders.items()]
+    named += [_of_file(file, rule, correction) for file in files]
+    labels = [label for label, _ in named]
+    if twice := next((label for label in labels if labels.count(label) > 1), None):
+        raise ConfigError(f"methods: {twice} is given twice (perhaps under another name); name each method once")
+    return config.model_copy(update={"contenders": {label: _read(label, keys, config) for label, keys in named}})
 
 
-def _own_entry(file: str, rule: str | None, correction: str | None) -> tuple[str, str, str]:
-    """Return the label of an order of one's own, its name, which is that of its file, and what is to be read."""
-    path, options = split_options(file, OWN)
-    ours = "".join(f":{option}={written_value(options.pop(option))}" for option in (SYNC, DELAYS) if option in options)
-    if read_own_method(write_options(path, options), rule, correction) is not None:
-        said = write_options("", options)
-        return f"{Path(path).name}{said}{ours}", f"{Path(path).name}{said}", f"{path}{said}"
-    written = written_order(write_options(path, options), rule, correction)
-    choices = {name: value for name, value in ((RULE, written.rule), (CORRECTION, written.correction)) if value}
-    said = write_options("", {**written.options, **choices, **written.correcting})
-    return f"{Path(path).name}{said}{ours}", f"{Path(path).name}{said}", f"{path}{said}"
+@contextmanager
+def said_of(label: str) -> Iterator[None]:
+    """Say of what is wrong with a contender that it is this one."""
+    try:
+        yield
+    except PenstockError as error:
+        raise type(error)(f"{label}: {error}") from None
+
+
+def default_contenders() -> dict[str, dict[str, Any]]:
+    """Return the contenders of a comparison that names none."""
+    return dict(map(_in_short, ("1f1b", "2bw")))
+
+
+def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in the defaults of comparisons: of a preset only those that do not change it."""
+    model = values.get("model")
+    preset = isinstance(model, Mapping) and "preset" in model
+    filled = _merged({key: value for key, value in _DEFAULTS.items() if key != "model" or not preset}, values)
+    if not preset and isinstance(filled["model"], dict) and isinstance(filled["stages"], int):
+        filled["model"].setdefault("layers", max(filled["stages"], 4))
+    evaluate = filled["evaluate"]
+    if isinstance(evaluate, dict) and isinstance(evaluate.get("samples"), int):
+        filled.setdefault("validation_samples", evaluate["samples"])
+    return filled
+
+
+def _in_short(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the label of METHOD:option=N:key=VALUE, and the keys that it changes.
+
+    Raises:
+        ConfigError: there is no such method or option.
+    """
+    name, options, keys = _divided(text)
+    with said_of(text):
+        values = with_method_options({"method": ":".join([name, *options])})
+    return ":".join([values["method"], *options, *keys]), _merged(values, _nested(keys))
+
+
+def _of_file(text: str, rule: str | None, correction: str | None) -> tuple[str, dict[str, Any]]:
+    """Return the label of an order or a method of one's own, FILE:option=N:key=VALUE, and the keys that it changes."""
+    name, options, keys = _divided(text)
+    apart = [(RULE, rule), (CORRECTION, correction)]
+    options += [f"{key}={said}" for key, said in apart if said and not any(o.startswith(f"{key}=") for o in options)]
+    options = _sorted([part.strip() for option in options for part in option.split(":")])
+    values = {"schedule": ":".join([name, *options])}
+    return ":".join([Path(name).name, *options, *keys]), _merged(values, _nested(keys))
+
+
+def _read(label: str, keys: Mapping[str, Any], config: ComparisonConfig) -> dict[str, Any]:
+    """Return the keys that a contender changes, with the text of the schedule or method in place of its file.
+
+    Raises:
+        ConfigError: there is no such method or option; the file cannot be read, or holds a schedule of another size; or
+            the code of a method stands where that of somebody else may.
+        ScheduleError: the schedule in it is wrong.
+    """
+    with said_of(label):
+        if keys.get("schedule") is None:
+            return with_method_options(keys)
+        refuse_code(keys["schedule"], "the configuration")
+        values = _merged(config.model_dump(include={*TrainConfig.model_fields}), {"method": None}, keys)
+        values = with_own_method(values)
+        read = with_own_schedule(validate(TrainConfig, values), values)
+    return {**keys, **{key: getattr(read, key) for key in _OF_METHOD}}
+
+
+def _divided(text: str) -> tuple[str, list[str], list[str]]:
+    """Divide NAME:option=N:key=VALUE into the name, options of the method or the order, and keys of a run."""
+    name, *parts = (part.strip() for part in text.split(":"))
+    known = {*known_keys(), *_SHORT} - {*OWN}
+    keys = [part for part in parts if part.partition("=")[0].strip() in known]
+    return name, _sorted([part for part in parts if part not in keys]), keys
+
+
+def _sorted(options: Sequence[str]) -> list[str]:
+    """Sort options: which method of a file, those of an order, its rule, its correction, those of that."""
+    correction = next((part.partition("=")[2] for part in options if part.startswith(f"{CORRECTION}=")), "")
+    correcting = CORRECTIONS[correction].options if correction in CORRECTIONS else ()
+
+    def place(part: str) -> tuple[bool, bool, bool, bool, str]:
+        name = part.partition("=")[0]
+        return name != METHOD, name in correcting, name == CORRECTION, name == RULE, part
+
+    return sorted(options, key=place)
+
+
+def _nested(keys: Sequence[str]) -> dict[str, Any]:
+    """Return keys of a run as nested values."""
+    values: dict[str, Any] = {}
+    for part in keys:
+        key, _, value = part.partition("=")
+        apply_change(TrainConfig, values, f"{_SHORT.get(key.strip(), key.strip())}={value.strip()}")
+    return values
+
+
+def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge nested values; later ones win."""
+    found: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            both = isinstance(value, Mapping) and isinstance(found.get(key), Mapping)
+            found[key] = _merged(found[key], value) if both else copy.deepcopy(value)
+    return found
 
 
 def _listed(key: str, text: str, kind: type) -> list[Any]:

@@ -12,97 +12,71 @@ from typing import Any
 
 from penstock.checks import finite_or_none
 from penstock.compare.config import ComparisonConfig
-from penstock.compare.grid import Key
-from penstock.compare.held_out import Score
+from penstock.compare.contender_run import Key, Score, TrialResult
 from penstock.compare.prepared_contender import PreparedContender
-from penstock.compare.tasks import Task
-from penstock.compare.trial import TrialResult
 
 
 @dataclass(frozen=True)
 class EvaluationRow:
-    """One evaluation of one run; the fields are the columns of results.csv.
-
-    Attributes:
-        method, seed, lr: identify the run.
-        updates: the number of updates made.
-        samples, tokens: the training data used so far; no tokens where the task has none.
-        simulated_time: when the last stage has made the update, in units of a forward of a rank's whole share.
-        training_loss: mean over the batches since the previous evaluation, each at the weights that it read.
-        validation_loss: mean over held-out samples.
-        accuracy: fraction of correct units.
-        gradient_norm: mean over the updates since the previous evaluation, before clipping.
-        delay_forward, delay_backward: per stage, separated by spaces.
-        diverged: whether the run ended here because it diverged.
-    """
+    """One evaluation of one run; the fields are the columns of results.csv, which docs/compare.md explains."""
 
     method: str
     seed: int
     lr: float
     updates: int
     samples: int
-    tokens: int | None
-    simulated_time: float
-    training_loss: float | None
+    tokens: int
+    simulated_time: float  # when the last stage has made the update, in forwards of a rank's whole share
+    training_loss: float | None  # mean since the evaluation before; losses are at the weights that were read
     validation_loss: float | None
-    accuracy: float | None
-    gradient_norm: float | None
-    delay_forward: str
+    gradient_norm: float | None  # mean since the evaluation before, before clipping; None where nothing is clipped
+    delay_forward: str  # per stage, separated by spaces
     delay_backward: str
-    diverged: bool
+    diverged: bool  # whether the run ended here because it diverged
 
 
 @dataclass(frozen=True)
 class MethodSummary:
-    """The results of a method at its best rate; the fields are the columns of summary.csv.
-
-    Attributes:
-        method: its label.
-        lr: the best rate: among the seeds that all rates were tried with, the one with the fewest diverged runs, then
-            with the lowest mean validation loss at the end.
-        runs: the number of finished runs at this rate.
-        diverged: how many of them diverged; all following figures are of the others.
-        loss, spread: mean and sample standard deviation over seeds of the validation loss at the end.
-        accuracy: mean over seeds.
-        difference: of the loss from that of the synchronous baseline in %, mean over the seeds that both have.
-        difference_spread: its sample standard deviation.
-        verdict: "baseline", "worse", "better", "equal", "not resolved" if the spread over seeds is not smaller than the
-            difference (or there is only one seed), "diverged", or "-" without a baseline.
-        simulated_time: of all updates.
-        delay: the largest delay of any stage, in forward or backward.
-        seconds: mean duration of a run in this process.
-    """
+    """The results of a contender at its best rate; the fields are the columns of summary.csv."""
 
     method: str
     lr: float
-    runs: int
-    diverged: int
-    loss: float | None
-    spread: float | None
-    accuracy: float | None
-    difference: float | None
+    runs: int  # that have finished at this rate
+    diverged: int  # how many of them; all following figures are of the others
+    loss: float | None  # on held-out samples at the end, mean over seeds
+    spread: float | None  # its sample standard deviation
+    difference: float | None  # from the synchronous baseline in %, mean over the seeds that both have
     difference_spread: float | None
-    verdict: str
-    simulated_time: float
-    delay: float
-    seconds: float
+    verdict: str  # "not resolved": the spread of the differences is not smaller than their mean; "-": no baseline
+    simulated_time: float  # of all updates
+    delay: float  # the longest of any stage, in forward or backward
+    seconds: float  # mean duration of a run
 
 
 @dataclass(frozen=True)
 class Findings:
-    """All results of a comparison so far.
-
-    Attributes:
-        config: of the comparison.
-        task: model and data.
-        contenders: the methods.
-        results: of the runs that have finished.
-    """
+    """All results of a comparison so far: those of the runs that have finished."""
 
     config: ComparisonConfig
-    task: Task
     contenders: Sequence[PreparedContender]
     results: Mapping[Key, TrialResult]
+
+    @property
+    def title(self) -> str:
+        """Model and data in one line, for display."""
+        run = self.contenders[0].run
+        return f"{run.model.shape.described}; {run.windows.corpus.described}"
+
+    def other_settings(self) -> list[str]:
+        """List settings of methods' papers that differ from those here; `penstock train` would use the papers'."""
+        found = []
+        for prepared in self.contenders:
+            for key, value in prepared.run.config.row.settings.items():
+                section, _, name = key.partition(".")
+                here = getattr(prepared.run.config.optimizer, name) if section == "optimizer" else value
+                if here != value:
+                    found.append(f"{prepared.label}: its paper has {key}={value}, here it has {here}")
+        return found
 
     @property
     def baseline(self) -> PreparedContender | None:
@@ -116,36 +90,27 @@ class Findings:
 
     def rows_of(self, prepared: PreparedContender, result: TrialResult) -> list[EvaluationRow]:
         """Return the evaluations of a run; if it diverged, also a row for that moment."""
-        rows, before = [], 0
-        for score in result.scores:
-            rows.append(self._row(prepared, result, score, before, diverged=False))
-            before = score.updates
-        if result.diverged is not None:
-            last = result.scores[-1]
-            end = last if last.updates >= result.diverged else Score(result.diverged, math.nan, None)
-            rows = rows[:-1] if end is last else rows
-            before = rows[-1].updates if rows else 0
-            rows.append(self._row(prepared, result, end, before, diverged=True))
-        return rows
+        scores = [*result.scores]
+        if result.diverged is not None and (not scores or scores[-1].updates < result.diverged):
+            scores.append(Score(result.diverged, math.nan))
+        starts = [0, *(score.updates for score in scores)]
+        return [self._row(prepared, result, score, start) for start, score in zip(starts, scores, strict=False)]
 
-    def _row(
-        self, prepared: PreparedContender, result: TrialResult, score: Score, before: int, *, diverged: bool
-    ) -> EvaluationRow:
-        samples = score.updates * self.config.microbatches * self.config.microbatch_size
+    def _row(self, prepared: PreparedContender, result: TrialResult, score: Score, before: int) -> EvaluationRow:
+        run = prepared.run
         delays = [" ".join(f"{d:g}" for d in delays) for delays in (prepared.delays_forward, prepared.delays_backward)]
         return EvaluationRow(
             *result.key,
             score.updates,
-            samples,
-            samples * self.task.units if self.task.unit == "tokens" else None,
+            score.updates * run.microbatches * run.config.microbatch_size,
+            score.updates * run.tokens_per_batch,
             prepared.times[score.updates],
             _mean(result.losses[before : score.updates]),
             finite_or_none(score.loss),
-            score.accuracy,
             _mean(result.norms[before : score.updates]),
             delays[0],
             delays[1],
-            diverged,
+            result.diverged is not None and score.updates >= result.diverged,
         )
 
     def at_best_rate(self, prepared: PreparedContender) -> list[TrialResult]:
@@ -154,7 +119,7 @@ class Findings:
         return [found for key, found in self.results.items() if (key.method, key.lr) == (prepared.label, best)]
 
     def best_rate(self, prepared: PreparedContender) -> float | None:
-        """Return the best rate (see `MethodSummary.lr`); None if no run has finished."""
+        """Return the rate with the fewest diverged runs, then with the lowest mean loss; None if none has finished."""
 
         def badness(lr: float) -> tuple[int, float]:
             ends = [_end(result) for result in runs[lr]]
@@ -194,7 +159,6 @@ class Findings:
         reference: Mapping[int, float],
     ) -> MethodSummary:
         ends = _ends(found)
-        accuracies = [r.scores[-1].accuracy for r in found if r.diverged is None]
         differences = [100 * (ends[seed] / reference[seed] - 1) for seed in ends if seed in reference]
         mean = _mean(differences)
         diverged = sum(result.diverged is not None for result in found)
@@ -207,7 +171,6 @@ class Findings:
             diverged,
             _mean(ends.values()),
             _spread(ends.values()),
-            _mean(a for a in accuracies if a is not None),
             mean,
             _spread(differences),
             "baseline" if prepared is base else "diverged" if diverged == len(found) else _verdict(differences),

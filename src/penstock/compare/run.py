@@ -3,35 +3,33 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
 from penstock.compare.config import ComparisonConfig
-from penstock.compare.grid import Key, contenders, grid_of, rounds_of
+from penstock.compare.contender_run import Key, TrialResult, read_result, train_contender
 from penstock.compare.prepared_contender import PreparedContender, prepare_contender
-from penstock.compare.result_files import Records, joined
+from penstock.compare.result_files import RUNS, check_data, describe, joined
 from penstock.compare.results import Findings
-from penstock.compare.tasks import Task, make_task
-from penstock.compare.trial import TrialResult, run_trial
 from penstock.errors import PenstockError, WorkerError
 from penstock.launch.signals import end_with_parent
+from penstock.train.data.corpus import load_corpus
+from penstock.train.prepare.prepare_run import Task, gpt_on_text
 
 
 class ComparisonObserver(Protocol):
     """Receives the progress of a comparison."""
 
     def preparing(self, label: str) -> None:
-        """A method is about to be proven, checked and simulated."""
+        """A contender is about to be proven, checked and simulated."""
         ...
 
-    def started(self, task: Task, total: int, there: int) -> None:
-        """All methods can be trained; `there` of `total` runs have finished earlier."""
+    def started(self, title: str, total: int, there: int) -> None:
+        """All contenders can be trained; `there` of `total` runs have finished earlier."""
         ...
 
     def began(self, key: Key, batches: int) -> None:
@@ -47,6 +45,32 @@ class ComparisonObserver(Protocol):
         ...
 
 
+def grid_of(config: ComparisonConfig) -> Iterator[Key]:
+    """Yield every run that may be needed: all contenders with all seeds and all rates."""
+    for seed in range(config.seeds):
+        for lr in config.rates:
+            for label in config.contenders:
+                yield Key(label, seed, lr)
+
+
+def rounds_of(config: ComparisonConfig, best: Callable[[str], float | None]) -> Iterator[list[Key]]:
+    """Yield all runs that are needed, in rounds that need the results of those before them.
+
+    Each is ordered seed by seed, so that early results compare all contenders. `best` returns the best rate of a
+    contender once all have been tried; if that is None, its further runs are left out.
+    """
+    tuned = config.tuned
+    yield [key for key in grid_of(config) if key.seed < tuned]
+    rates = {label: best(label) for label in config.contenders}
+    yield [Key(label, seed, lr) for seed in range(tuned, config.seeds) for label, lr in rates.items() if lr is not None]
+
+
+def text_task(config: ComparisonConfig, folder: Path) -> Task:
+    """Return the task of a comparison on text, which is read once for all runs; files in its own folder are no part."""
+    corpus = load_corpus(config.data, lambda file: file.resolve().is_relative_to(folder.resolve()))
+    return partial(gpt_on_text, corpus=corpus)
+
+
 class ComparisonRun:
     """A comparison and its folder.
 
@@ -54,22 +78,30 @@ class ComparisonRun:
         config: the comparison, merged with what the folder has already.
         folder: for the results.
         observer: receives the progress.
+        task: makes the task of the comparison in every process, from its configuration and its folder.
 
     Raises:
-        ConfigError: a method cannot be trained as configured, or the folder holds another comparison.
-        PenstockError: see `make_task` and `penstock.schedule.build.prove`.
+        ConfigError: a contender cannot be trained as configured, or the folder holds another comparison.
+        PenstockError: see `prepare`.
     """
 
-    def __init__(self, config: ComparisonConfig, folder: Path, observer: ComparisonObserver) -> None:
-        config = joined(config, folder)
-        self._config, self._observer = config, observer
-        self._task = make_task(config, folder)
-        self._records = Records(folder, config, self._task)
+    def __init__(
+        self,
+        config: ComparisonConfig,
+        folder: Path,
+        observer: ComparisonObserver,
+        task: Callable[[ComparisonConfig, Path], Task] = text_task,
+    ) -> None:
+        self._config, self._folder, self._observer, self._make_task = joined(config, folder), folder, observer, task
+        self._task = task(self._config, folder)
+        _, windows = self._task(self._config)
+        data = windows.corpus.fingerprint
+        check_data(folder, data)
         self._contenders: list[PreparedContender] = []
-        for contender in contenders(config):
-            observer.preparing(contender.label)
-            self._contenders.append(prepare_contender(config, self._task, contender))
-        self._records.begin()
+        for label in self._config.contenders:
+            observer.preparing(label)
+            self._contenders.append(prepare_contender(self._config, label, self._task))
+        describe(folder, self._config, data)
         self._results: dict[Key, TrialResult] = {}
 
     def run(self, jobs: int = 1) -> Findings:
@@ -79,16 +111,15 @@ class ComparisonRun:
             jobs: runs to train at a time; each has a process of its own if it is more than one.
 
         Raises:
-            PenstockError: see `Pipeline` and `train_side_by_side`.
+            PenstockError: see `train_contender` and `train_side_by_side`.
         """
-        there = {key: found for key in grid_of(self._config) if (found := self._records.load(key)) is not None}
-        self._results |= there
-        wanted = sum(key in there for keys in rounds_of(self._config, self._best_rate) for key in keys)
-        self._observer.started(self._task, len(self._contenders) * self._config.runs, wanted)
+        keys_there = ((key, read_result(self._folder / RUNS, key)) for key in grid_of(self._config))
+        self._results |= {key: found for key, found in keys_there if found is not None}
+        wanted = sum(key in self._results for keys in rounds_of(self._config, self._best_rate) for key in keys)
+        self._observer.started(self.findings().title, len(self._contenders) * self._config.runs, wanted)
         for keys in rounds_of(self._config, self._best_rate):
             missing = [key for key in keys if key not in self._results]
             for result in self._train(missing, min(jobs, len(missing))):
-                self._records.save(result)
                 self._results[result.key] = result
                 self._observer.finished(result)
         return self.findings()
@@ -96,57 +127,42 @@ class ComparisonRun:
     def _train(self, keys: Sequence[Key], jobs: int) -> Iterator[TrialResult]:
         """Train runs, and yield their results as they end."""
         if jobs > 1:
-            yield from train_side_by_side(self._config, self._records.folder, keys, jobs)
+            yield from train_side_by_side(self._config, self._folder, keys, jobs, self._make_task)
             return
-        by_label = {prepared.label: prepared for prepared in self._contenders}
-        with _threads(self._config.threads), torch.random.fork_rng(devices=[]):
-            for key in keys:
-                self._observer.began(key, self._config.batches)
-                yield run_trial(self._config, self._task, by_label[key.method], key, self._observer.progress)
+        for key in keys:
+            self._observer.began(key, self._config.batches)
+            yield train_contender(self._config, self._task, self._folder / RUNS, key, self._observer.progress)
 
     def _best_rate(self, label: str) -> float | None:
-        """Return the best rate of a method by its finished runs; None if there are none."""
+        """Return the best rate of a contender by its finished runs; None if there are none."""
         return self.findings().best_rate(next(e for e in self._contenders if e.label == label))
 
     def findings(self) -> Findings:
         """Return the results so far."""
         ordered = {key: self._results[key] for key in grid_of(self._config) if key in self._results}
-        return Findings(self._config, self._task, self._contenders, ordered)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Set the number of threads temporarily, as it changes the last bits of sums."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        return Findings(self._config, self._contenders, ordered)
 
 
 def train_side_by_side(
-    config: ComparisonConfig, folder: Path, keys: Sequence[Key], jobs: int
+    config: ComparisonConfig,
+    folder: Path,
+    keys: Sequence[Key],
+    jobs: int,
+    task: Callable[[ComparisonConfig, Path], Task] = text_task,
 ) -> Generator[TrialResult, None, None]:
     """Train runs, so many at a time, and yield their results in the order in which they end.
 
     After a run that fails, none begins; its error is raised when those under way have ended.
 
-    Args:
-        config: of the comparison.
-        folder: of its results.
-        keys: of the runs.
-        jobs: processes.
-
     Raises:
-        PenstockError: see `run_trial`.
+        PenstockError: see `train_contender`.
         WorkerError: a process was killed.
     """
     context = multiprocessing.get_context("spawn")  # a fork would have no GPU
     failed: PenstockError | None = None
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(min(jobs, len(keys)), context, initializer=end_with_parent) as pool:
-        runs = [pool.submit(_train, config, folder, key) for key in keys]
+        runs = [pool.submit(_train, config, folder, task, key) for key in keys]
         try:
             for run in as_completed(runs):
                 if run.cancelled():
@@ -177,9 +193,8 @@ def _cancel(runs: Sequence[Future[TrialResult]]) -> None:
         run.cancel()
 
 
-def _train(config: ComparisonConfig, folder: Path, key: Key) -> TrialResult:
+def _train(
+    config: ComparisonConfig, folder: Path, task: Callable[[ComparisonConfig, Path], Task], key: Key
+) -> TrialResult:
     """Train one run in this process."""
-    torch.set_num_threads(config.threads)
-    task = make_task(config, folder)
-    contender = next(contender for contender in contenders(config) if contender.label == key.method)
-    return run_trial(config, task, prepare_contender(config, task, contender), key, lambda *_: None)
+    return train_contender(config, task(config, folder), folder / RUNS, key, lambda *_: None)

@@ -48,6 +48,11 @@ class GPTConfig:
         layer = 12 * self.width**2 + 2 * self.width
         return self.layers * layer + 2 * self.vocabulary * self.width + self.width
 
+    @property
+    def described(self) -> str:
+        """Its size in words, for display."""
+        return f"GPT {self.layers} x {self.width}, {self.parameters / 1e6:.2f} M parameters"
+
 
 PRESETS: Mapping[str, GPTConfig] = MappingProxyType(
     {

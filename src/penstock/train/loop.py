@@ -29,6 +29,7 @@ from penstock.train.config.wave_lags_record import write_lags
 from penstock.train.config.written_config import note_changes
 from penstock.train.data.run_samples import RunSamples
 from penstock.train.data.window_sampler import WindowMicrobatches
+from penstock.train.evaluation_of_copies import CopiedVersions
 from penstock.train.export.save_weights import save_weights
 from penstock.train.graceful_stop import DrainRequest
 from penstock.train.metrics_file import Metrics
@@ -36,7 +37,7 @@ from penstock.train.observer import Observer
 from penstock.train.phase_switcher import Phases
 from penstock.train.prepare.build_pipeline import make_pipeline
 from penstock.train.prepare.prepare_run import ChooseRecompute, Prepared, prepare
-from penstock.train.process_group import first_of_the_job, process_group, shared_folder
+from penstock.train.process_group import first_of_the_job, group_of_one, process_group, shared_folder
 from penstock.train.reporter import Reporter
 from penstock.train.setup.early_stopping import Patience, known_in_run
 from penstock.train.setup.recorded_progress import recorded
@@ -83,22 +84,42 @@ def train(
                 owner.claim()
                 set_aside_run(place)
             start = recorded(place).size  # before any rank has written more; a collective follows
-            _Loop(prepared, place, store, observer, request).run()
+            _Loop(prepared, place, store, observer, request, dist.group.WORLD).run()
         if must_save and config.checkpoint.every is not None:
             check_is_saved(place, start)
 
 
+def train_here(prepared: Prepared, folder: Path, observer: Observer) -> None:
+    """Train with all ranks in this process; the run resumes if its folder has checkpoints.
+
+    Raises:
+        PenstockError: see `Pipeline`.
+    """
+    threads = torch.get_num_threads()
+    try:
+        with group_of_one(prepared.config) as store, torch.random.fork_rng(devices=[]):
+            _Loop(prepared, folder, store, observer, DrainRequest(None), None).run()
+    finally:
+        torch.set_num_threads(threads)
+
+
 class _Loop:
-    """The run on one rank."""
+    """The run on one rank, or on all of them where there is no group."""
 
     def __init__(
-        self, prepared: Prepared, folder: Path, store: Store, observer: Observer, request: DrainRequest
+        self,
+        prepared: Prepared,
+        folder: Path,
+        store: Store,
+        observer: Observer,
+        request: DrainRequest,
+        group: dist.ProcessGroup | None,
     ) -> None:
         config = self.config = prepared.config
         self.prepared, self.folder, self.request = prepared, folder, request
         self.rank = dist.get_rank()
         torch.set_num_threads(config.threads or self._share_of_cpus())
-        self.pipeline = make_pipeline(prepared, dist.group.WORLD)
+        self.pipeline = make_pipeline(prepared, group)
         request.doing = lambda: self.pipeline.doing
         self.troubles = Troubles(store)
         self.metrics = Metrics(folder, self.troubles.lost)
@@ -116,6 +137,9 @@ class _Loop:
         self.phases = Phases(prepared, self.pipeline, self.checkpoints, self._gather)
         loaded = self.checkpoints.load(ready=self.phases.ready)
         self._begin_from(None if loaded is None else loaded.extra)
+        self.copies: CopiedVersions | None = None
+        if group is None and (every := config.evaluate.every) is not None and not self.pipeline.combine.apart:
+            self.copies = CopiedVersions(self.pipeline, make_pipeline(prepared), every, config.batches)
         self.reporter = Reporter(prepared, folder, self.pipeline, observer, self.metrics, self.troubles, store)
 
     def _begin_from(self, found: Mapping[str, Any] | None) -> None:
@@ -190,12 +214,14 @@ class _Loop:
                     self.reporter.ending()
                 self.reporter.progress(report)
                 self._evaluated(report.evaluated)
+                self._evaluate_copies(over=False)
             except BaseException:
                 self.pipeline.abandon()  # otherwise this rank would train to the end before its peers notice
                 raise
         self.reporter.decided()
         self.reporter.adapted()
         self._evaluated(self.pipeline.evaluated())
+        self._evaluate_copies(over=True)
 
     def _data(self) -> Iterator[WindowMicrobatches]:
         """Yield the remaining batches of the phase, until early stopping applies."""
@@ -216,7 +242,7 @@ class _Loop:
 
     def _evaluating(self) -> Evaluating | None:
         section = self.config.evaluate
-        return None if section.every is None else Evaluating(section.every, self._held_out)
+        return None if section.every is None or self.copies is not None else Evaluating(section.every, self._held_out)
 
     def _held_out(self) -> Batches:
         return self.samples.held_out(self.config.evaluate.samples)
@@ -226,6 +252,11 @@ class _Loop:
         for evaluation in found:
             self._patience.record(evaluation.version, evaluation.loss)
             self.reporter.evaluated(evaluation)
+
+    def _evaluate_copies(self, *, over: bool) -> None:
+        """Evaluate the versions whose weights were copied, and are known by now."""
+        if self.copies is not None:
+            self._evaluated(self.copies.evaluated(self._held_out, over=over))
 
     def _save(self) -> str | None:
         """Write a checkpoint; returns None, or why it was not written."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from penstock.idle_time import TimeSplit
 from penstock.runtime.plan.adapted_in_flight import AdaptedInFlight
@@ -38,6 +38,7 @@ class Progress:
         bubble: idle share of all ranks since the last report that had figures; None before the first.
         live_bytes: per rank, bytes by kind; empty until all ranks have told theirs, at the first batch or two.
         trained: batches since the run was started, or restarted.
+        skipped: batches whose updates were skipped, of those that were decided since the last report.
     """
 
     batch: int
@@ -50,6 +51,7 @@ class Progress:
     bubble: float | None
     live_bytes: dict[int, dict[str, int]]
     trained: int
+    skipped: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -83,45 +85,35 @@ class RunSummary:
     troubles: Sequence[str] = ()
 
 
-class Observer(Protocol):
-    """Receives the events of a run on the reporting rank."""
+class Observer:
+    """Receives the events of a run on the reporting rank; this one does nothing with them."""
 
     def started(self, prepared: Prepared, parts: list[list[str]], batch: int) -> None:
         """Training begins with `batch`, which is not 0 if the run was resumed from a checkpoint."""
-        ...
 
     def progress(self, progress: Progress) -> None:
         """A batch is done."""
-        ...
 
     def evaluated(self, found: Evaluated) -> None:
         """An evaluation during training is done."""
-        ...
 
     def switched(self, switched: Switched) -> None:
         """Another method takes over."""
-        ...
 
     def adapted(self, found: AdaptedInFlight) -> None:
         """The run goes on with other microbatches in flight, as its links ask for."""
-        ...
 
     def warned(self, trouble: str) -> None:
         """Something has gone wrong that does not end the run, such as a checkpoint that was not written."""
-        ...
 
     def ending(self) -> None:
         """The run was requested to end, and will end after the batches in flight."""
-        ...
 
     def interrupted(self, folder: Path, batches: int, timeline: Timeline, troubles: Sequence[str]) -> None:
         """The run has ended early, after saving a checkpoint of so many batches; all troubles are told again."""
-        ...
 
     def sampling(self) -> None:
         """Training has finished and the weights are saved; a text is being sampled, which may take some seconds."""
-        ...
 
     def finished(self, summary: RunSummary, timeline: Timeline, sample: str | None) -> None:
         """Everything is done; `sample` is a text from the trained model, if it is one of bytes."""
-        ...

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store
 
 from penstock.comm.collective.control_plane import gather_json
@@ -122,6 +122,18 @@ def process_group(config: TrainConfig) -> Iterator[PrefixStore]:
             raise _store_is_lost(place, error) from error
         raise
     dist.destroy_process_group()  # not after an error: peers would see broken connections before the error is reported
+
+
+@contextmanager
+def group_of_one(config: TrainConfig) -> Iterator[Store]:
+    """Make a process group of this process alone, for a run that has all of its ranks here."""
+    store, hook = HashStore(), sys.excepthook
+    _make_group(store, JobPlace("penstock", 0, 1, LOOPBACK, 0), timedelta(seconds=config.timeout), "gloo")
+    try:
+        yield store
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook  # torch's would name a rank in all errors from now on
 
 
 def _store_is_lost(place: JobPlace, error: dist.DistNetworkError) -> TransportError:

@@ -63,7 +63,8 @@ class Reporter:
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         schedule = prepared.plan.schedule
         last = schedule.stage_at[schedule.num_stages - 1, 0]
-        self._reports = self._rank == pipeline.grid.process_of_all(Holder(0, last))
+        self._alone = pipeline.grid.everyone is None
+        self._reports = self._alone or self._rank == pipeline.grid.process_of_all(Holder(0, last))
         self._rate = rate_schedule(prepared.config.lr_schedule, prepared.config.batches)
         self._board, self._meter = Board(store, self._rank, self._ranks), BubbleMeter(self._ranks)
         self._posted = self._read_at = -math.inf
@@ -159,7 +160,8 @@ class Reporter:
             rate=config.optimizer.lr * self._rate(report.batch),
             trained=self._trained,
             bubble=self._meter.bubble,
-            live_bytes=bytes_of_all(figures, self._ranks),
+            live_bytes=self._pipeline.live_bytes() if self._alone else bytes_of_all(figures, self._ranks),
+            skipped=[decision.batch for decision in report.decided if decision.skipped],
         )
         self._metrics.add_updates(report.decided)
         self._metrics.add(

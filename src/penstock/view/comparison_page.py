@@ -7,9 +7,9 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from penstock.compare.contender_run import TrialResult
 from penstock.compare.prepared_contender import PreparedContender
 from penstock.compare.results import EvaluationRow, Findings, MethodSummary, as_csv
-from penstock.compare.trial import TrialResult
 from penstock.errors import ConfigError
 from penstock.guarded_files import write_whole
 from penstock.view.comparison_progress import caption, delay_by_rank, plus_minus
@@ -64,13 +64,12 @@ def write_findings(findings: Findings, folder: Path) -> None:
 
 def comparison_page(findings: Findings) -> str:
     """Return the whole page as HTML."""
-    config, task = findings.config, findings.task
-    title = f"{' / '.join(prepared.label for prepared in findings.contenders)} on {config.task}"
-    batch = config.microbatches * config.microbatch_size * task.units
+    config, tokens = findings.config, findings.contenders[0].run.tokens_per_batch
+    title = " / ".join(prepared.label for prepared in findings.contenders)
     optimizer = f"{config.optimizer.name}, rates {', '.join(f'{lr:g}' for lr in config.rates)}"
     setting = (
-        f"{task.title}. {counted(config.stages, 'stage')}, {counted(config.microbatches, 'microbatch')} of "
-        f"{config.microbatch_size}, {counted(config.batches, 'batch')} of {batch} {task.unit}; "
+        f"{findings.title}. {counted(config.stages, 'stage')}, {counted(config.microbatches, 'microbatch')} of "
+        f"{config.microbatch_size}, {counted(config.batches, 'batch')} of {tokens} tokens; "
         f"{counted(config.seeds, 'seed')}; {optimizer}, "
         f"{'no clipping' if config.max_grad_norm is None else f'clipped at {config.max_grad_norm:g}'}."
     )
@@ -97,17 +96,14 @@ def comparison_page(findings: Findings) -> str:
 
 def _summary(findings: Findings) -> str:
     summaries = findings.summaries()
-    scored = any(summary.accuracy is not None for summary in summaries)
     rate = "best rate" if len(findings.config.rates) > 1 else "rate"
-    accurate = ["accuracy"] if scored else []
-    header = ["method", rate, "loss", *accurate, "difference", "", "diverged", "time", "delay"]
+    header = ["method", rate, "loss", "difference", "", "diverged", "time", "delay"]
     delays = {prepared.label: delay_by_rank(prepared) for prepared in findings.contenders}
     rows = []
     for s in summaries:
-        accuracy = ["-" if s.accuracy is None else f"{s.accuracy:.1%}"] if scored else []
         rows.append(
             [
-                s.method, f"{s.lr:g}", plus_minus(s.loss, s.spread, ".4f"), *accuracy,
+                s.method, f"{s.lr:g}", plus_minus(s.loss, s.spread, ".4f"),
                 plus_minus(s.difference, s.difference_spread, "+.2f", " %"), _verdict(s), f"{s.diverged} of {s.runs}",
                 f"{s.simulated_time:g}", delays[s.method],
             ]
@@ -120,19 +116,15 @@ def _verdict(summary: MethodSummary) -> str:
 
 
 def _plots(findings: Findings) -> Iterator[str]:
-    unit = findings.task.unit
     for x_label, x in (
         ("updates", lambda row: float(row.updates)),
-        (unit, lambda row: float(row.tokens if row.tokens is not None else row.samples)),
+        ("tokens", lambda row: float(row.tokens)),
         ("simulated time", lambda row: row.simulated_time),
     ):
         curves = _curves(findings, _evaluated(findings, x, lambda row: row.validation_loss))
         yield plot_svg(curves, f"validation loss against {x_label}", x_label, "loss")
     curves = _curves(findings, lambda _, result: _grouped(result.losses, findings.config.batches))
     yield plot_svg(curves, "training loss against updates", "updates", "loss")
-    if any(summary.accuracy is not None for summary in findings.summaries()):
-        curves = _curves(findings, _evaluated(findings, lambda row: float(row.updates), lambda row: row.accuracy))
-        yield plot_svg(curves, "validation accuracy against updates", "updates", "accuracy")
     curves = _curves(
         findings, lambda _, result: _grouped([n or math.nan for n in result.norms], findings.config.batches)
     )

@@ -8,11 +8,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from penstock.compare.grid import Key, other_settings
+from penstock.compare.contender_run import Key, TrialResult
 from penstock.compare.prepared_contender import PreparedContender
 from penstock.compare.results import Findings, MethodSummary
-from penstock.compare.tasks import Task
-from penstock.compare.trial import TrialResult
 from penstock.view.plurals import counted
 from penstock.view.tables import DELAY, RANGES, briefly
 
@@ -37,9 +35,9 @@ class TerminalComparison:
         """Show what is being prepared."""
         self._bars.update(self._all, note=f"preparing {label}")
 
-    def started(self, task: Task, total: int, there: int) -> None:
+    def started(self, title: str, total: int, there: int) -> None:
         """Print what will be trained."""
-        self.console.print(task.title, markup=False, highlight=False, soft_wrap=not self.console.is_terminal)
+        self.console.print(title, markup=False, highlight=False, soft_wrap=not self.console.is_terminal)
         if there:
             self.console.print(f"{there} of {total} runs had finished before", highlight=False)
         self._bars.update(self._all, total=total - there, note="")
@@ -55,10 +53,8 @@ class TerminalComparison:
 
     def finished(self, result: TrialResult) -> None:
         """Print the result of a run in a permanent line."""
-        last = result.scores[-1]
-        accuracy = "" if last.accuracy is None else f", accuracy {last.accuracy:.1%}"
         found = (
-            f"validation loss {last.loss:.4f}{accuracy}"
+            f"validation loss {result.scores[-1].loss:.4f}"
             if result.diverged is None
             else f"[red]diverged[/red] after {result.diverged} batches"
         )
@@ -77,25 +73,18 @@ class TerminalComparison:
 def summary_table(findings: Findings) -> Table:
     """Return a table with a row per method, at its best rate."""
     config, summaries = findings.config, findings.summaries()
-    unit = findings.task.unit
     title = (
-        f"{config.task}: {counted(config.stages, 'stage')}, {counted(config.microbatches, 'microbatch')}, "
-        f"{counted(config.batches, 'batch')} of "
-        f"{config.microbatches * config.microbatch_size * findings.task.units} {unit}"
+        f"{counted(config.stages, 'stage')}, {counted(config.microbatches, 'microbatch')}, "
+        f"{counted(config.batches, 'batch')} of {findings.contenders[0].run.tokens_per_batch} tokens"
     )
     table = Table(title=title, title_justify="left", box=None)
     table.add_column("method", no_wrap=True, style="bold")
     several = len(config.rates) > 1
-    columns = ["best rate" if several else "rate", "loss", "difference", "", "time", "delay"]
-    if any(summary.accuracy is not None for summary in summaries):
-        columns.insert(2, "accuracy")
-    for column in columns:
+    for column in ["best rate" if several else "rate", "loss", "difference", "", "time", "delay"]:
         table.add_column(column, justify="left" if not column else "right", no_wrap=True)
     delays = {prepared.label: delay_by_rank(prepared) for prepared in findings.contenders}
     for summary in summaries:
         cells = [f"{summary.lr:g}", _loss(summary), _difference(summary), _verdict(summary)]
-        if "accuracy" in columns:
-            cells.insert(2, "-" if summary.accuracy is None else f"{summary.accuracy:.1%}")
         table.add_row(summary.method, *cells, f"{summary.simulated_time:g}", delays[summary.method])
     table.caption = f"{caption(findings)} {DELAY} Per rank where the ranks differ; {RANGES}."
     table.caption_justify = "left"
@@ -104,7 +93,7 @@ def summary_table(findings: Findings) -> Table:
 
 def delay_by_rank(prepared: PreparedContender) -> str:
     """Format the delay of the forwards of every rank, mean over its stages."""
-    schedule = prepared.proof.schedule
+    schedule = prepared.run.plan.schedule
     held = [[prepared.delays_forward[s.index] for s in schedule.on_rank(rank)] for rank in range(schedule.ranks)]
     return briefly([sum(delays) / len(delays) for delays in held])
 
@@ -122,7 +111,7 @@ def caption(findings: Findings) -> str:
         "Loss: on held-out data after the last update, mean and spread (standard deviation) over "
         f"{findings.config.seeds} seed{'s' * (findings.config.seeds > 1)}. {to} Time: of all updates, simulated, in "
         "forwards of a rank's share; a backward takes 2, messages and updates nothing."
-        + "".join(f" {said}." for said in other_settings(findings.config))
+        + "".join(f" {said}." for said in findings.other_settings())
     )
 
 

@@ -29,7 +29,7 @@ from penstock.runtime.plan.adapted_in_flight import AdaptedInFlight
 from penstock.runtime.update.run_events import Evaluated
 from penstock.schedule.ir.sharding import Level
 from penstock.timeline import Timeline
-from penstock.train.observer import Progress, RunSummary, Switched
+from penstock.train.observer import Observer, Progress, RunSummary, Switched
 from penstock.train.prepare.prepare_run import Prepared
 from penstock.view.perfetto import write_trace
 from penstock.view.plurals import counted
@@ -46,7 +46,7 @@ _IDLE = " Idle buffers: kept for the weights and gradients of later batches, and
 _ON_DEVICE = " Total on the device: the same without what is in the memory of the host."
 
 
-class TerminalObserver:
+class TerminalObserver(Observer):
     """Shows the progress and the summary of a run, and writes its trace."""
 
     def __init__(self, console: Console | None = None) -> None:
@@ -69,8 +69,7 @@ class TerminalObserver:
             f"{config.microbatch_size} x {model.context} tokens"
         )
         self.console.print(
-            f"GPT {model.layers} x {model.width}, {model.parameters / 1e6:.2f} M parameters; "
-            f"{windows.corpus.described}",
+            f"{model.described}; {windows.corpus.described}",
             markup=False,
         )
         for stage, names in enumerate(parts):

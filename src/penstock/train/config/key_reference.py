@@ -57,7 +57,7 @@ def known_keys(schema: type[BaseModel] = TrainConfig) -> list[str]:
 def suggested_keys(path: str, schema: type[BaseModel] = TrainConfig, cutoff: float = 0.5) -> list[str]:
     """Return the full paths of the keys that a mistyped one may stand for, at most three (see `nearest_keys`)."""
     known = known_keys(schema)
-    if schema is TrainConfig:
+    if issubclass(schema, TrainConfig):
         known += [key for key, _, _ in (*order_keys(), *correction_keys())]
     return nearest_keys(path, known, cutoff)
 

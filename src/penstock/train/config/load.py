@@ -78,7 +78,7 @@ def load_config(
         if given.get(one) is not None and given.get(other) is None:
             values |= {other: None, "rule": given.get("rule"), "corrected_by": given.get("corrected_by")}
     _check_given_once(given)
-    values = _with_own_method(values)
+    values = with_own_method(values)
     try:
         values = with_method_options(values)
         config = validate_config(with_settings(values))
@@ -87,10 +87,10 @@ def load_config(
             _check_file(path)
         raise
     _check_switched_on(config, given)
-    return _with_own_schedule(config, values, proves)
+    return with_own_schedule(config, values, proves=proves)
 
 
-def _with_own_method(values: dict[str, Any]) -> dict[str, Any]:
+def with_own_method(values: dict[str, Any]) -> dict[str, Any]:
     """Replace the file that `schedule` names by its text, if it holds a method, whose options are divided.
 
     Raises:
@@ -174,7 +174,7 @@ def _check_file(path: Path) -> None:
         raise ConfigError(f"{str(path)!r}: {error}") from None
 
 
-def _with_own_schedule(config: TrainConfig, values: Mapping[str, Any], proves: bool) -> TrainConfig:
+def with_own_schedule(config: TrainConfig, values: Mapping[str, Any], *, proves: bool = True) -> TrainConfig:
     """Replace the file that `schedule` names by what it holds, and let sizes that were not given be those of it.
 
     Raises:

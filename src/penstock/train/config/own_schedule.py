@@ -94,7 +94,7 @@ def refuse_code(text: object, holder: object) -> None:
     if isinstance(text, str) and text.startswith(_METHOD):
         raise ConfigError(
             f"{str(holder)!r} holds the Python code of a method of one's own, which runs only where a run goes on "
-            "(penstock train --resume FOLDER); elsewhere give the file of the method with --file"
+            "(penstock train --resume FOLDER, penstock compare --out FOLDER); elsewhere give the file with --file"
         )
 
 
@@ -121,9 +121,10 @@ def own_schedule(text: str, correction: str | None) -> Schedule:
 
 def is_same(one: str, other: str) -> bool:
     """Return whether two texts hold the same schedule, or the same method."""
-    if held_method(one) is None or held_method(other) is None:
-        return held_method(one) is held_method(other) and schedule_in(one) == schedule_in(other)
-    return one.partition("\n")[2] == other.partition("\n")[2]
+    rows = held_method(one), held_method(other)
+    if rows[0] is None or rows[1] is None:
+        return rows[0] is rows[1] and schedule_in(one) == schedule_in(other)
+    return rows[0].name == rows[1].name and one.partition("\n")[2] == other.partition("\n")[2]
 
 
 def is_file(schedule: str) -> bool:

@@ -58,7 +58,7 @@ def changed_by_hand(folder: Path) -> Changes:
             f"missing, the first of them {missing[0]}. Put the file back, or take it as it was written: --config "
             f"{folder / WRITTEN}"
         )
-    return _differing(written, _flat(load_config(path, [], resumes=True)))
+    return _differing(written, flat_config(load_config(path, [], resumes=True)))
 
 
 def _as_written(folder: Path) -> dict[str, Any] | None:
@@ -83,7 +83,7 @@ def _as_written(folder: Path) -> dict[str, Any] | None:
             f"remove the damaged one, or give the configuration with --config"
         )
     values = parse_yaml(rest, str(path))
-    return {key: value for key, value in _flat(validate_config(values)).items() if _has(values, key)}
+    return {key: value for key, value in flat_config(validate_config(values)).items() if _has(values, key)}
 
 
 def _digest(text: str) -> str:
@@ -103,7 +103,7 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
 
 def changes_in_words(changes: Changes) -> str:
     """Return changes in one line."""
-    return ", ".join(f"{option_of(key, c['now'])} (before: {_written(c['before'])})" for key, c in changes.items())
+    return ", ".join(f"{option_of(key, c['now'])} (before: {on_one_line(c['before'])})" for key, c in changes.items())
 
 
 def changed_since(folder: Path, now: TrainConfig) -> Changes:
@@ -112,12 +112,12 @@ def changed_since(folder: Path, now: TrainConfig) -> Changes:
         before = _as_written(folder)
     except ConfigError:  # damaged
         before = None
-    return {} if before is None else _differing(before, _flat(now))
+    return {} if before is None else _differing(before, flat_config(now))
 
 
 def option_of(key: str, value: Any) -> str:
     """Return a key with its value, as `--set` reads it."""
-    return f"{key}={_written(value)}"
+    return f"{key}={on_one_line(value)}"
 
 
 def note_changes(config: TrainConfig, folder: Path, batch: int) -> Changes:
@@ -140,10 +140,10 @@ def note_changes(config: TrainConfig, folder: Path, batch: int) -> Changes:
     path = folder / CONFIG
     try:
         there, history = load_config(path, [], resumes=True), _comments(path)
-        before = _as_written(folder) or _flat(there)
+        before = _as_written(folder) or flat_config(there)
     except (ConfigError, OSError, ValueError):  # there is none, or a later version wrote it
         before, history = {}, []
-    now = _flat(config)
+    now = flat_config(config)
     if before == now:
         return {}
     changes = _differing({**dict.fromkeys(now, _UNKNOWN), **before} if before else {}, now)
@@ -180,7 +180,7 @@ def _comments(path: Path) -> list[str]:
     return [*takewhile(lambda line: line.startswith("#") and not line.startswith(_DIGEST), lines)]
 
 
-def _flat(config: TrainConfig) -> dict[str, Any]:
+def flat_config(config: TrainConfig) -> dict[str, Any]:
     """Flatten sections to keys of the form `section.key`; values that are dictionaries remain."""
     flat: dict[str, Any] = {}
     for key, value in config:
@@ -188,7 +188,7 @@ def _flat(config: TrainConfig) -> dict[str, Any]:
     return flat
 
 
-def _written(value: Any) -> str:
+def on_one_line(value: Any) -> str:
     """Format a value on one line, as `--set` reads it; of a schedule only its first line, which names its file."""
     if isinstance(value, str) and value.startswith("# "):
         return value.splitlines()[0].removeprefix("# ")

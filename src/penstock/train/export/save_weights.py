@@ -35,8 +35,8 @@ def save_weights(pipeline: Pipeline, prepared: Prepared, folder: Path) -> None:
 
 
 def _save(pipeline: Pipeline, prepared: Prepared, run: Path, folder: Path, averaged: bool) -> None:
-    stages = prepared.config.stages
-    (key,), first = pipeline.grid.local, pipeline.grid.tensor.index == 0
+    key, first = pipeline.grid.local[0], pipeline.grid.tensor.index == 0
+    stages = 1 if pipeline.grid.everyone is None else prepared.config.stages
     written: dict[str, Any] = {"files": {}, "tensors": {}}
     own, failure = dict[str, Tensor](), None
     if key.pipeline == 0:  # it writes; the others hold the same weights, or it represents them

@@ -24,7 +24,7 @@ from penstock.schedule.ir.in_flight_option import write_in_flight
 from penstock.simulate.auto_in_flight import later_with
 from penstock.stage.cuda_graphs.recorder import check_records
 from penstock.train.config.schema import TrainConfig
-from penstock.train.data.corpus import Once, load_corpus
+from penstock.train.data.corpus import Corpus, Once, load_corpus
 from penstock.train.data.window_sampler import Windows
 from penstock.train.prepare.phase_schedules import draft_phases, main_schedule, other_schedules, prove_phase
 from penstock.train.setup.machine_memory import check_machine_memory, check_workers
@@ -39,6 +39,9 @@ ChooseRecompute = Callable[..., Any]
 
 Returns a choice with the attribute `recompute`, one word for each stage, and a text for people.
 """
+
+Task = Callable[[TrainConfig], tuple[LanguageModel, Windows]]
+"""Returns the model of a run, and its samples; of other models than a GPT, whatever has the same attributes."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ def prepare(
     control: dist.ProcessGroup | None = None,
     once: Once = lambda look: look(),
     choose: ChooseRecompute | None = None,
+    task: Task | None = None,
 ) -> Prepared:
     """Check a configuration against the method table, the model and the data; prove its schedules, which takes longest.
 
@@ -118,6 +122,7 @@ def prepare(
             all; None to do it here.
         once: looks for the largest token, which takes reading all of them, once for all ranks; see `load_corpus`.
         choose: chooses what stages recompute, on rank 0 for all, where the configuration leaves it open (`auto`).
+        task: makes the model and its samples; None for a GPT on the text that the configuration names.
 
     Raises:
         ConfigError: no such method, a shape that cannot be, too few blocks for the stages; or ranks have different
@@ -127,20 +132,21 @@ def prepare(
         DataError: the text is missing, unreadable or too short.
         TransportError: a peer is dead.
     """
-    check_enough_blocks(config)
+    if task is None:
+        check_enough_blocks(config)
     _check_limit(config, choose)
     if local:
         check_workers(config)
     request, others = main_schedule(config), other_schedules(config)
     _check_meetings(config)
-    known = None if local else config.model.vocabulary  # the launcher looks through all tokens, for all ranks
-    corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)), known, once)
-    shape = model_shape(config, corpus)
-    if local:
-        check_machine_memory(config, shape)
-    model = model_of(config, shape)
-    windows = Windows(corpus, shape.context, config.held_out, config.seed, model.pair)
-    if corpus.text and config.sample_length and not config.prompt:
+    if task is None:
+        known = None if local else config.model.vocabulary  # the launcher looks through all tokens, for all ranks
+        corpus = load_corpus(config.data, partial(is_of_a_run, Path(config.out)), known, once)
+        if local:
+            check_machine_memory(config, model_shape(config, corpus))
+        task = partial(gpt_on_text, corpus=corpus)
+    model, windows = task(config)
+    if windows.corpus.text and config.sample_length and not config.prompt:
         raise ConfigError("prompt must not be empty while sample_length is not 0")
     options = pipeline_options(_decided(config), model)
     if local:
@@ -159,6 +165,17 @@ def prepare(
         config, options = config.model_copy(update={"recompute": modes}), options.changed(recompute=tuple(modes))
     plans = shared_plans(partial(drafts, options), control, prove_phase, config.tensor_parallel)
     return Prepared(config, model, plans.pop(MAIN), windows, plans, said)
+
+
+def gpt_on_text(config: TrainConfig, corpus: Corpus) -> tuple[LanguageModel, Windows]:
+    """Return the model and the samples of a run on text.
+
+    Raises:
+        ConfigError: there is no such model, or the text holds other tokens than it has.
+        DataError: the text is too short.
+    """
+    model = model_of(config, model_shape(config, corpus))
+    return model, Windows(corpus, model.shape.context, config.held_out, config.seed, model.pair)
 
 
 def _check_device(options: PipelineOptions) -> None:

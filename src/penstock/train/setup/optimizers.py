@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -66,30 +65,6 @@ def is_hidden(name: str, parameter: nn.Parameter) -> bool:
     Kernels of convolutions have more dimensions, which torch's Muon does not support, so they do not count.
     """
     return parameter.ndim == 2 and name.partition(".")[0] not in OUTER
-
-
-def check_hidden(section: OptimizerSection, optimizers: Iterable[optim.Optimizer], what: str) -> None:
-    """Check that an optimizer for matrices of hidden layers has some.
-
-    Args:
-        section: the configuration.
-        optimizers: of all stages.
-        what: what has these parameters, for the message.
-
-    Raises:
-        CapabilityError: there are none, so that AdamW would step everything.
-    """
-    named = [
-        n
-        for o in optimizers
-        for group in o.param_groups
-        for n in zip(group["param_names"], group["params"], strict=True)
-    ]
-    if section.name in ("muon", "basis-rotation") and not any(is_hidden(name, p) for name, p in named):
-        raise CapabilityError(
-            f"optimizer {section.name} steps matrices of hidden layers, and {what} has none (kernels of convolutions "
-            "do not count as matrices), so AdamW would step everything; use optimizer.name=adamw"
-        )
 
 
 def _by_shape(section: OptimizerSection, make: Any, named: list[tuple[str, nn.Parameter]]) -> optim.Optimizer:

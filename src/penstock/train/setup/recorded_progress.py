@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from penstock.checks import is_whole
 from penstock.guarded_files import open_regular, parse_json
@@ -40,20 +42,29 @@ def recorded(folder: Path, start: int = 0) -> Recorded:
         start: the first byte, which is that of a line.
     """
     found = Recorded()
+    for values, end in records(folder, start):
+        found.size = end
+        if is_whole(values.get("batch")):
+            found.batches = max(found.batches, values["batch"] + 1)
+        if is_whole(values.get("checkpoint")):
+            failure = values.get("failure")
+            found.saved = found.saved if failure else max(found.saved, values["checkpoint"])
+            found.failures, found.failure = found.failures + bool(failure), str(failure or found.failure)
+    return found
+
+
+def records(folder: Path, start: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield the metrics of a run from a byte on, each with the place where it ends; for a line that is none, no values.
+
+    Args:
+        folder: of the run.
+        start: the first byte, which is that of a line.
+    """
     with suppress(OSError), open_regular(folder / METRICS) as file:
         file.seek(start)
         while line := file.readline(_LONGEST):
             try:
                 values = parse_json(line.decode())
             except ValueError:
-                continue
-            if not isinstance(values, dict):
-                continue
-            if is_whole(values.get("batch")):
-                found.batches = max(found.batches, values["batch"] + 1)
-            if is_whole(values.get("checkpoint")):
-                failure = values.get("failure")
-                found.saved = found.saved if failure else max(found.saved, values["checkpoint"])
-                found.failures, found.failure = found.failures + bool(failure), str(failure or found.failure)
-        found.size = file.tell()
-    return found
+                values = None
+            yield values if isinstance(values, dict) else {}, file.tell()

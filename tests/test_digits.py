@@ -1,11 +1,15 @@
-"""The residual network, and that it trains alike however it is cut."""
+"""The task of images: the residual network trains alike however it is cut, and a comparison may have it."""
 
 import pytest
 import torch
+from benchmarks.digits import Images, digits_of
+from benchmarks.residual_cnn import CNNConfig, class_loss, residual_cnn_blocks
 
+from penstock.compare.config import comparison_config
+from penstock.compare.run import ComparisonRun
 from penstock.errors import ConfigError
-from penstock.models.residual_cnn import CNNConfig, class_loss, count_correct, residual_cnn_blocks
 from penstock.runtime.pipeline import Pipeline
+from support.comparisons import TINY, Quiet
 from support.schedules import make_schedule
 
 CONFIG = CNNConfig(layers=6, width=8)
@@ -64,11 +68,33 @@ def test_shapes_and_sizes():
     assert shapes == [*[(8, 8, 8)] * 4, *[(16, 4, 4)] * 3, (10,)]
 
 
-def test_correct_answers_are_counted():
-    assert count_correct(torch.tensor([[0.0, 2.0], [3.0, 1.0], [0.0, 1.0]]), torch.tensor([1, 1, 1])) == 2
-
-
 @pytest.mark.parametrize("changes", [{"layers": 0}, {"width": 6}])
 def test_shapes_that_cannot_be(changes):
     with pytest.raises(ConfigError, match=f"model.{next(iter(changes))}"):
         CNNConfig(**changes)
+
+
+def test_a_comparison_of_images(tmp_path):
+    pytest.importorskip("sklearn")
+    changes = [change for change in TINY if not change.startswith(("model.", "data="))]
+    config = comparison_config(
+        [*changes, "model.layers=6", "model.width=4", "batches=2", "held_out=0.01", "methods=1f1b,2bw"], {}
+    )
+    findings = ComparisonRun(config, tmp_path / "out", Quiet(), digits_of).run()
+    assert findings.title.startswith("residual CNN of 6 blocks, 4 channels; digits")
+    assert [(row.updates, row.tokens) for row in findings.rows()] == [(2, 8)] * 2
+    one, other = findings.results.values()
+    assert one.losses[0] == other.losses[0]
+    assert len(findings.contenders[0].run.windows.validation) == 18
+
+
+def test_images_do_not_depend_on_how_they_are_read():
+    pytest.importorskip("sklearn")
+    one, other = Images(0.2, 0), Images(0.2, 5)
+    together, apart = one.samples(1430, 16), [one.samples(first, 4) for first in (1430, 1434, 1438, 1442)]
+    assert all(
+        torch.equal(whole, torch.cat(parts)) for whole, parts in zip(together, zip(*apart, strict=True), strict=True)
+    )
+    epoch = {tuple(image.flatten().tolist()) for image in one.samples(0, 1438)[0]}
+    assert epoch == {tuple(image.flatten().tolist()) for image in other.samples(1438, 1438)[0]}
+    assert not epoch & {tuple(image.flatten().tolist()) for image in one.validation_samples(0, 359)[0]}

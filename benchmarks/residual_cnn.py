@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -48,6 +47,21 @@ class CNNConfig:
                 raise ConfigError(f"model.{name} must be at least 1, got {value}")
         if self.width % _GROUPS:
             raise ConfigError(f"model.width {self.width} must be a multiple of {_GROUPS}, the groups of GroupNorm")
+
+    @property
+    def context(self) -> int:
+        """What the loss is a mean over: an image is one of them, as a text has so many tokens."""
+        return 1
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of classes, as a text has so many tokens."""
+        return self.classes
+
+    @property
+    def described(self) -> str:
+        """Its size in words, for display."""
+        return f"residual CNN of {self.layers} blocks, {self.width} channels"
 
 
 class Stem(nn.Module):
@@ -125,8 +139,3 @@ def residual_cnn_blocks(config: CNNConfig, seed: int) -> dict[str, LazyBlock]:
 def class_loss(logits_BK: Tensor, classes_B: Tensor) -> tuple[Tensor, float]:
     """Return the sum of the cross-entropy over all images, in nats, and their number."""
     return F.cross_entropy(logits_BK.float(), classes_B, reduction="sum"), float(classes_B.numel())
-
-
-def count_correct(logits_BK: Tensor, classes_B: Tensor) -> int:
-    """Count the images whose most likely class is their own."""
-    return int(torch.count_nonzero(logits_BK.argmax(-1) == classes_B))
