@@ -212,8 +212,8 @@ class WeighedLoss:
         """Return the weight of a slice: its own if it counts tokens; else that of the sequence, counted once."""
         if self._adds_up is None and weight:
             along = self._slicing.dimension
-            longer, targets = (picked(tree, 1, (0, 0), along, slices=True) for tree in (output, target))
             with torch.no_grad():
+                longer, targets = (picked(tree, 1, (0, 0), along, slices=True) for tree in (output, target))
                 _, twice = call_loss(self._loss, longer, without_marks(targets))
             ratio = float(self._given_weight(twice)) / float(weight)
             if not any(math.isclose(ratio, known, rel_tol=1e-6) for known in (1, 2)):
