@@ -80,7 +80,7 @@ def test_what_was_found_is_written_and_goes_on_in_a_resumed_run(
     again, numbers_then = run(pool, values, tmp_path / "parts")
     (told,) = lines(tmp_path / "parts", "in_flight")
     assert told["taken"] == numbers_then
-    assert [x["evaluated"] for x in lines(tmp_path / "whole", "evaluated")] == [3, 6, 9]
+    assert [x["evaluated"] for x in lines(tmp_path / "whole", "evaluated")] == [3, 6, 9, 12]
     assert [x["loss"] for x in lines(tmp_path / "whole", "evaluated")] == [
         x["loss"] for x in lines(tmp_path / "plain", "evaluated")
     ]
