@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import CapabilityError
 from penstock.partition.replay.placeholder import TensorSpec
-from penstock.partition.replay.stage_forward import Cut, Specs, StageForward, leaves_in
+from penstock.partition.replay.specs import Specs, leaves_in
+from penstock.partition.replay.stage_forward import Cut, StageForward
 from penstock.partition.replay.state import FrameState, nodes_of
 from penstock.partition.replay.units import copies_of, modules_around, others_of
 

@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from penstock.errors import CapabilityError, ConfigError
 from penstock.partition.replay.comparison import check_stages
 from penstock.partition.replay.placeholder import ResultSpec, TensorSpec, result_as_text, result_of_text
-from penstock.partition.replay.stage_forward import Cut, Note, Seed, Specs, StageForward, without_graphs
+from penstock.partition.replay.specs import Specs, without_graphs
+from penstock.partition.replay.stage_forward import Cut, Note, Seed, StageForward
 from penstock.partition.replay.state import FrameState, Node
 from penstock.partition.replay.units import (
     PassClock,

@@ -19,14 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.checks import did_you_mean
 from penstock.errors import CapabilityError, ConfigError
-from penstock.partition.replay.stage_forward import (
-    Cut,
-    HiddenWriteError,
-    Specs,
-    StageForward,
-    leaves_in,
-    without_graphs,
-)
+from penstock.partition.replay.specs import Specs, leaves_in, without_graphs
+from penstock.partition.replay.stage_forward import Cut, HiddenWriteError, StageForward
 from penstock.partition.replay.state import HOOKS, FrameState, nothing_outside, variables_of
 from penstock.partition.replay.watch import UnitBorders
 

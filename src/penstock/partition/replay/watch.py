@@ -10,7 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import CapabilityError
-from penstock.partition.replay.stage_forward import HiddenWriteError, leaves_in
+from penstock.partition.replay.specs import leaves_in
+from penstock.partition.replay.stage_forward import HiddenWriteError
 
 
 class UnitBorders(TorchDispatchMode):

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import CapabilityError, ConfigError
 from penstock.options.passes import NAMES, Precision
 from penstock.partition.parameter_names import prefix_of
-from penstock.partition.replay.stage_forward import kept_full
+from penstock.partition.replay.specs import kept_full
 from penstock.stage.checks.changes_between_runs import check_changes, find_parameters, take_over_values
 from penstock.stage.checks.released_weight_placeholders import hide
 
@@ -34,7 +34,7 @@ class BlockTensors:
 
     Attributes:
         where: as given.
-        full: parameters that are not cast to the precision (`penstock.partition.replay.stage_forward.kept_full`).
+        full: parameters that are not cast to the precision (`penstock.partition.replay.specs.kept_full`).
         bound: the tensors that the modules compute with; None where these are their own parameters.
     """
 
