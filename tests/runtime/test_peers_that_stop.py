@@ -81,7 +81,10 @@ def sends_half(group: dist.ProcessGroup, case: Case) -> tuple[str, str]:
 
 
 def test_a_sender_that_is_stopped_in_the_midst_of_an_activation() -> None:
-    _, (kind, said) = submit(sends_half, Case("1f1b", 2, 2))
+    for _ in range(4):  # on a busy machine the thread of the lane may take all messages, and nobody is stopped
+        _, (kind, said) = submit(sends_half, Case("1f1b", 2, 2))
+        if kind != "nothing":
+            break
     assert kind == "TransportError"
     lane = "the activation lane from rank 0 to rank 1"
     waited = f"nothing moved on {lane} within 1 seconds; the peer is stalled or dead"  # if it began late

@@ -280,10 +280,13 @@ def test_a_block_that_raises_in_training_ends_the_job(tmp_path, text, rank):
 
 
 def test_a_worker_that_is_killed_in_training_is_named(tmp_path, text):
-    """Not the peers that it has let down, although they end at once, with a report, and have lower ranks."""
+    """Not the peers that it has let down, although they end at once, with a report, and have lower ranks.
+
+    On a busy machine elastic may notice one of these first, and then does not say how worker 2 ended.
+    """
     values = load_config(None, [*TINY, "batches=1000", "stages=3", f"data={text}"]).model_dump()
     (tmp_path / "run").mkdir()
-    with pytest.raises(WorkerError, match=r"worker 2 failed with exit code -9: .*SIGKILL"):
+    with pytest.raises(WorkerError, match=r"worker 2 (failed with exit code -9: .*SIGKILL|is stalled or dead: it reported nothing)"):
         launch_local(3, fail_in_training, values, str(tmp_path / "run"), 2, "killed")
 
 

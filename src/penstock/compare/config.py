@@ -172,7 +172,8 @@ def said_of(label: str) -> Iterator[None]:
     try:
         yield
     except PenstockError as error:
-        raise type(error)(f"{label}: {error}") from None
+        named = label.endswith((".py", ".txt")) and label in str(error).partition(" ")[0]  # by its path
+        raise type(error)(str(error) if named else f"{label}: {error}") from None
 
 
 def default_contenders() -> dict[str, dict[str, Any]]:
