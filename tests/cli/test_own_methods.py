@@ -144,7 +144,29 @@ WRONG = [
     ("", "", ":factor=2", "factor takes a number from 0 to 1; got 2"),
     ("", "", ":fator=0.5", "has no option 'fator'"),
     ("method = ", "1 / 0\nmethod = ", "", "ZeroDivisionError"),
+    ("    ranks = []", "    ranks = [][0]", "", "line 19: IndexError"),
+    ("method = ", "other = penstock.Method('halved', '', '', order, 'stash')\nmethod = ", "", "two methods of"),
+    ('penstock.Option(0.5, "of the gradient", "share")', "0.5", "", "'factor' must be a penstock.Option, not 0.5"),
+    ('"share"', '"part"', "", "unknown kind 'part' of an option"),
+    ("corrector=Halved", "corrector=None", "", "needs corrector=, a subclass of penstock.Corrector"),
+    ("place, factor)", "place)", "", "must take (layout, place, factor), but takes (layout, place)"),
+    ("(stages, microbatches, *, more=0)", "(stages)", "", "must take (stages, microbatches), but takes (stages)"),
 ]
+UNCALLED = [
+    ("    compares = True", "", "before_step is called only if compares is True"),
+    ("compares = True", "compares = reads_ahead = True", "reads_ahead is True, but Halved has no ahead"),
+    ("super().__init__(layout, place)", "pass", "must call super"),
+    ("(penstock.Corrector)", "", "must be a subclass of penstock.Corrector"),
+]
+
+
+@pytest.mark.parametrize(("text", "instead", "said"), UNCALLED, ids=[said for *_, said in UNCALLED])
+def test_a_corrector_of_ones_own_that_nothing_would_call_is_refused(
+    text: str, instead: str, said: str, mine: Path
+) -> None:
+    mine.write_text(METHOD.replace(text, instead, 1))
+    with pytest.raises(ConfigError, match=said):
+        pipeline(penstock.load_method(mine))
 
 
 @pytest.mark.parametrize(("text", "instead", "options", "said"), WRONG, ids=[said for *_, said in WRONG])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +23,7 @@ from penstock.schedule.ir.order import NO_OPTIONS, Options, OrderFunction
 from penstock.schedule.ir.schedule import Schedule
 from penstock.schedule.methods.find_method import find_method
 from penstock.schedule.methods.method import Method
+from penstock.schedule.orders import ORDERS
 from penstock.schedule.proof.proof import Proof
 from penstock.schedule.text_parser import parse_schedule
 from penstock.schedule.torch_csv import from_torch_csv
@@ -111,14 +114,7 @@ def _asked(path: Path, stages: int, microbatches: int, options: Options, rule: s
         taken.bind(stages, microbatches)
     except TypeError:
         raise ConfigError(f"{path}: the function must take (stages, microbatches), but takes {taken}") from None
-    request = ScheduleRequest(_named(function, path.stem), stages, microbatches, rule, options=options)
-    try:
-        _ = request.schedule
-    except PenstockError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise ConfigError(_failure(path, error)) from error
-    return request
+    return ScheduleRequest(_named(_guarded(path, function), path.stem), stages, microbatches, rule, options=options)
 
 
 def _named(function: OrderFunction, name: str) -> OrderFunction:
@@ -187,14 +183,36 @@ def load_method(path: Path | str, name: str | None = None) -> Method:
 
 def method_in(path: Path, source: str | bytes, name: str | None = None) -> Method:
     """Return the method in the text of a Python file; arguments and errors as of `load_method`."""
-    held = {value.name: value for value in vars(_run(path, source)).values() if isinstance(value, Method)}
+    held: dict[str, Method] = {}
+    for value in vars(_run(path, source)).values():
+        if isinstance(value, Method) and held.setdefault(value.name, value) is not value:
+            raise ConfigError(f"{path} holds two methods of the name {value.name!r}; give one of them another")
     if name is not None and name not in held:
         raise ConfigError(f"{path} holds no method {name!r}; it holds {in_words(held, 'and') if held else 'none'}")
     if name is None and len(held) != 1:
         first = next(iter(held), None)
         several = f"{in_words(held, 'and')}; choose one: {path}:method={first}" if held else "none"
         raise ConfigError(f"{path} is to hold a penstock.Method; it holds {several}")
-    return find_method(held[name or next(iter(held))])
+    found = find_method(held[name or next(iter(held))])
+    if isinstance(found.order, str) or found.order in ORDERS.values():
+        return found
+    return replace(found, order=_guarded(path, found.order))
+
+
+def _guarded(path: Path, function: OrderFunction) -> OrderFunction:
+    """Return an order function whose errors name the file and the line."""
+
+    @functools.wraps(function)
+    def order(*arguments: Any, **options: Any) -> Any:
+        try:
+            made = function(*arguments, **options)
+            return list(made) if isinstance(made, Iterator) else made
+        except PenstockError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise ConfigError(_failure(path, error)) from error
+
+    return order
 
 
 def source_of_method(path: Path) -> str | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from penstock.checks import did_you_mean, no_option
+from penstock.checks import did_you_mean, in_words, no_option
 from penstock.errors import ConfigError
 from penstock.schedule.ir.version_rules import VersionRule
 
@@ -47,6 +47,11 @@ class Option:
     meaning: str
     kind: Kind = "number"
     nullable: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a kind that there is not."""
+        if self.kind not in _KINDS:
+            raise ConfigError(f"unknown kind {self.kind!r} of an option; there are {in_words(_KINDS, 'and')}")
 
     @property
     def takes(self) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from types import MappingProxyType
+from typing import Any
 
 from penstock.checks import did_you_mean, in_words, similarity
 from penstock.errors import ConfigError
 from penstock.schedule.ir.version_rules import RULES
-from penstock.schedule.methods.corrections import CORRECTIONS, correction_fault
+from penstock.schedule.methods.corrections import CORRECTIONS, Option, correction_fault
 from penstock.schedule.methods.method import Method
 from penstock.schedule.methods.table import METHODS
 from penstock.schedule.orders import ORDERS
@@ -93,10 +95,33 @@ def _check_own(method: Method, names: Mapping[str, Method]) -> None:
         raise ConfigError(f"{who}: unknown version rule {method.rule!r}.{did_you_mean(method.rule, RULES)}")
     if isinstance(method.order, str) and method.order not in ORDERS:
         raise ConfigError(f"{who}: unknown order {method.order!r}.{did_you_mean(method.order, ORDERS)}")
+    if not isinstance(method.order, str):
+        _check_takes(f"{who}: its order", method.order, "(stages, microbatches)")
     if spec.name in CORRECTIONS and CORRECTIONS[spec.name] is not spec:
         raise ConfigError(f"{who}: Penstock has a correction {spec.name!r}; give yours another name")
+    if spec.name not in CORRECTIONS:
+        for name, option in spec.options.items():
+            if not isinstance(option, Option):
+                raise ConfigError(f"{who}: option {name!r} must be a penstock.Option, not {option!r}")
+        if spec.corrector is None:
+            raise ConfigError(f"{who}: its correction needs corrector=, a subclass of penstock.Corrector")
+        said = f"(layout, place{''.join(f', {name}' for name in spec.options)})"
+        _check_takes(f"{who}: its corrector", spec.corrector, said, *spec.options)
     if fault := correction_fault(RULES[method.rule], spec):
         raise ConfigError(f"{who}: {fault}")
+
+
+def _check_takes(who: str, function: Callable[..., Any], said: str, *names: str) -> None:
+    """Refuse a function of a user's own that cannot be called with two arguments and those of these names.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    takes = inspect.signature(function)
+    try:
+        takes.bind(0, 0, **dict.fromkeys(names))
+    except TypeError:
+        raise ConfigError(f"{who} must take {said}, but takes {takes}") from None
 
 
 def _nearest_rows(key: str) -> list[str]:

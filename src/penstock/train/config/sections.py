@@ -74,11 +74,6 @@ _TAKERS: Mapping[str, tuple[OptimizerName, ...]] = MappingProxyType(
 """Options of optimizers that not all of them take."""
 
 
-def special_options(name: OptimizerName) -> frozenset[str]:
-    """Return the options of an optimizer that not all of them take."""
-    return frozenset(key for key, takers in _TAKERS.items() if name in takers)
-
-
 class OptimizerSection(Strict):
     """The optimizer, one per stage."""
 

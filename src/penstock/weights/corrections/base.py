@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from penstock.errors import ConfigError
 from penstock.schedule.methods.corrections import CorrectionSpec, find_correction
 from penstock.weights.memory.buffers import Buffer, Layout
 from penstock.weights.optim.directions import check_predictable
@@ -232,8 +233,33 @@ class OwnCorrection:
     def on(self, layout: Layout, place: StagePlace) -> Corrector:
         """Create the corrector of a stage with parameters of this layout."""
         assert self.spec.corrector is not None
-        made: Corrector = self.spec.corrector(layout, place, **self.options)
+        if not isinstance(self.spec.corrector, type) or not issubclass(self.spec.corrector, Corrector):
+            raise ConfigError(
+                f"correction {self.name!r}: {self.spec.corrector!r} must be a subclass of penstock.Corrector"
+            )
+        made = self.spec.corrector(layout, place, **self.options)
+        if not hasattr(made, "place"):
+            raise ConfigError(
+                f"correction {self.name!r}: {type(made).__name__}.__init__ must call super().__init__(layout, place)"
+            )
+        for method, flag in _CALLED_IF.items():
+            if _defines(made, method) and not _defines(made, flag):
+                raise ConfigError(
+                    f"correction {self.name!r}: {type(made).__name__}.{method} is called only if {flag} is True; set "
+                    "it in the class, or in __init__ for some stages"
+                )
+        if made.reads_ahead and not _defines(made, "ahead"):
+            raise ConfigError(f"correction {self.name!r}: reads_ahead is True, but {type(made).__name__} has no ahead")
         return made
+
+
+_CALLED_IF = {"stepped": "watches", "backward_done": "compares", "before_step": "compares", "ahead": "reads_ahead"}
+"""Methods of a corrector -> the attribute without which nothing calls them."""
+
+
+def _defines(corrector: Corrector, name: str) -> bool:
+    """Return whether a corrector or its class has an attribute that is not the base class's."""
+    return name in vars(corrector) or getattr(type(corrector), name) is not getattr(Corrector, name)
 
 
 def correction_spec(correction: Correction) -> CorrectionSpec:
