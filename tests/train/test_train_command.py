@@ -286,7 +286,9 @@ def test_a_worker_that_is_killed_in_training_is_named(tmp_path, text):
     """
     values = load_config(None, [*TINY, "batches=1000", "stages=3", f"data={text}"]).model_dump()
     (tmp_path / "run").mkdir()
-    with pytest.raises(WorkerError, match=r"worker 2 (failed with exit code -9: .*SIGKILL|is stalled or dead: it reported nothing)"):
+    with pytest.raises(
+        WorkerError, match=r"worker 2 (failed with exit code -9: .*SIGKILL|is stalled or dead: it reported nothing)"
+    ):
         launch_local(3, fail_in_training, values, str(tmp_path / "run"), 2, "killed")
 
 
