@@ -568,6 +568,47 @@ def test_a_loss_that_padding_would_make_wrong_is_refused_before_any_padding_come
         WeighedLoss(LATER[case], "stage 1")(torch.zeros(samples, TOKENS, CLASSES, requires_grad=True), targets)
 
 
+PAD = CLASSES - 1  # one of the classes, so nobody knows it before it comes
+
+
+def summed(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=PAD, reduction="sum")
+
+
+ASKED: dict[str, Loss] = {
+    "item": lambda o, t: summed(o, t) / (t != PAD).sum().item(),
+    "one over an int": lambda o, t: summed(o, t) * (1 / max(1, int((t != PAD).sum()))),
+    "a float, in a tensor": lambda o, t: summed(o, t) / torch.tensor(float((t != PAD).sum())),
+    "the length of what a mask picks": lambda o, t: summed(o, t) / len(t[t != PAD]),
+    "NumPy": lambda o, t: summed(o, t) / int((t.numpy() != PAD).sum()),
+    "a list": lambda o, t: summed(o, t) / sum(each != PAD for row in t.tolist() for each in row),
+}
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_a_number_taken_of_samples_is_no_constant_when_padding_comes(case: str) -> None:
+    torch.manual_seed(1)
+    output, targets = torch.zeros(2, TOKENS, CLASSES, requires_grad=True), torch.randint(PAD, (2, TOKENS))
+    loss = WeighedLoss(ASKED[case], "stage 1")
+    assert loss(output, targets)[1] == 2
+    targets[1, 1:] = PAD
+    with pytest.raises(ConfigError, match="number that was taken of samples"):
+        loss(output, targets)
+
+
+def test_a_number_taken_of_samples_for_a_log_is_no_trouble() -> None:
+    log: list[float] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        each = each_of(output, target)
+        log.extend(((output.argmax(-1) == target).sum().item(), each.sum().item(), len(target[target == 1])))
+        return each[:, :-1].sum() / each[:, :-1].numel()
+
+    output, targets = torch.rand(2, TOKENS, CLASSES, requires_grad=True), torch.arange(2 * TOKENS).view(2, -1) % CLASSES
+    for _ in range(2):
+        assert WeighedLoss(loss, "stage 1")(output, targets)[1] == 2
+
+
 def test_what_comes_later_is_tried_by_itself() -> None:
     """A branch of the loss that the first microbatch did not take."""
     weighed = WeighedLoss(lambda o, t: F.mse_loss(o, t) * (len(o) if t.max() > 5 else 1), "stage 1")

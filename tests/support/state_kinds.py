@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,30 @@ from support.model_kinds import WIDTH, Layers
 
 GLOBAL: dict[str, Any] = {}
 COUNT = 0
+
+
+class Ticks:
+    """Counts its calls."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
+TICKS, SPACE, BYTES, ITERATOR = Ticks(), SimpleNamespace(calls=0), bytearray(1), itertools.count(1)
+IN_CLOSURE, IN_PARTIAL = (lambda ticks: lambda: ticks())(TICKS), partial(lambda ticks: ticks(), TICKS)
+
+
+def counted_by_itself(seen: list[int] = [0]) -> int:  # noqa: B006
+    """Counts in its default and in an attribute."""
+    seen[0] += 1
+    counted_by_itself.calls += 1  # type: ignore[attr-defined]
+    return seen[0] * int(counted_by_itself.calls)  # type: ignore[attr-defined]
 
 
 class Stateful(Layers):
@@ -43,6 +69,9 @@ class Stateful(Layers):
         }.items():  # fmt: skip
             self.register_buffer(name, buffer)
         GLOBAL.clear()
+        self.ticks = Ticks()
+        TICKS.calls = SPACE.calls = BYTES[0] = counted_by_itself.calls = 0  # type: ignore[attr-defined]
+        counted_by_itself.__defaults__[0][0] = 0  # type: ignore[index]
         type(self).calls = globals()["COUNT"] = 0
 
     def front(self, x: Tensor) -> Tensor:
@@ -152,6 +181,23 @@ def counter_of_file(self: Any, x: Tensor) -> Any:
     global COUNT
     COUNT += 1
     return self.back(self.front(x)) * COUNT
+
+
+@way("a counter of an object that is called")
+def counter_called(self: Any, x: Tensor) -> Any:
+    return self.back(self.front(x)) * self.ticks()
+
+
+@way("counters of objects of the file")
+def counters_of_objects(self: Any, x: Tensor) -> Any:
+    SPACE.calls += 1
+    BYTES[0] += 1
+    return self.back(self.front(x)) * SPACE.calls * BYTES[0] * TICKS()
+
+
+@way("counters of functions")
+def counters_of_functions(self: Any, x: Tensor) -> Any:
+    return self.back(self.front(x)) * IN_CLOSURE() * IN_PARTIAL() * counted_by_itself()
 
 
 @way("a dict of the file that code between layers writes and reads")
@@ -361,6 +407,11 @@ def parameter_assigned(self: Any, x: Tensor) -> Any:
 @way("Python's random numbers", "changes Python's random numbers")
 def python_random(self: Any, x: Tensor) -> Any:
     return self.back(self.front(x)) * random.random()
+
+
+@way("the next of an iterator", "the next of .*ITERATOR")
+def iterated(self: Any, x: Tensor) -> Any:
+    return self.back(self.front(x)) * (2 if next(ITERATOR) > 20 else 1)
 
 
 @way("an attribute of a layer", "changes b.scale")

@@ -11,10 +11,12 @@ from __future__ import annotations
 import operator
 import random
 import sys
+from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import CodeType, FunctionType, ModuleType
+from functools import partial
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +30,7 @@ from penstock.partition.replay.placeholder import Placeholder, Unknown
 _COUNTING = (int, float, list, dict, set, deque, np.ndarray)  # of a class
 _DEEP = 4  # levels of containers and objects that are looked into
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+_IN_FILES = (*_PLAIN, *_COUNTING, Tensor, torch.Generator, SimpleNamespace, bytearray, array, Iterator, partial)
 HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 _OF_TORCH = {*vars(nn.Module()), "_compiled_call_impl"} - {"_parameters", "_buffers"}
 _ABSENT = object()
@@ -111,7 +114,7 @@ class Node(NamedTuple):
             held.setstate(contents.state)
         elif isinstance(held, np.ndarray):
             held[...] = contents
-        elif isinstance(held, list):
+        elif isinstance(held, list | bytearray | array):
             held[:] = contents
 
 
@@ -151,9 +154,10 @@ def _classes(modules: Iterable[nn.Module]) -> list[tuple[str, type]]:
 
 @contextmanager
 def nothing_outside(model: nn.Module) -> Iterator[None]:
-    """Put back what a copy of a model changes on classes and in files."""
+    """Put back what a copy of a model changes on classes, in files, and in functions that both have."""
     modules = list(model.modules())
-    before = nodes_of([], [*_classes(modules), *((variables.file, variables) for variables in variables_of(modules))])
+    files = ((variables.file, variables) for variables in variables_of(modules))
+    before = nodes_of(model.named_modules(), files)
     try:
         yield
     finally:
@@ -170,7 +174,16 @@ def _contents(held: Any) -> Any:
         return {name: held.held[name] for name in held.names if name in held.held}
     if isinstance(held, FunctionType):
         cells = enumerate(held.__closure__ or ())
-        return {place: cell.cell_contents for place, cell in cells if _filled(cell)} or None
+        inner: dict[Any, Any] = {place: cell.cell_contents for place, cell in cells if _filled(cell)}
+        return inner | {("default", place): part for place, part in enumerate(held.__defaults__ or ())} | vars(held)
+    if isinstance(held, partial):
+        return [held.func, *held.args, *held.keywords.values()]
+    if isinstance(held, MethodType):
+        return [held.__self__]
+    if isinstance(held, bytearray | array):
+        return held[:]
+    if isinstance(held, Iterator) and _of_library(type(held).__module__):
+        return _Drawn((repr(held), operator.length_hint(held, -1)), None)
     if isinstance(held, dict):
         return dict(dict.items(held))  # of some, indexing makes another value
     if isinstance(held, list | deque | tuple):
@@ -185,9 +198,12 @@ def _contents(held: Any) -> Any:
         return _Drawn(repr(held.bit_generator.state), held.bit_generator.state)
     if isinstance(held, random.Random):
         return _Drawn(held.getstate(), held.getstate())
-    if isinstance(held, Tensor | ModuleType) or callable(held) or not hasattr(held, "__dict__"):
+    if isinstance(held, Tensor | ModuleType) or (callable(held) and _of_library(type(held).__module__)):
         return None
-    return dict(vars(held))
+    if hasattr(held, "__dict__"):
+        return dict(vars(held))
+    slots = getattr(type(held), "__slots__", ()) if not _of_library(type(held).__module__) else ()
+    return {name: getattr(held, name) for name in slots if hasattr(held, name)} or None
 
 
 def _filled(cell: Any) -> bool:
@@ -206,9 +222,9 @@ def _items(contents: Any) -> Iterable[tuple[Any, Any]]:
 
 def _set(held: Any, key: Any, value: Any) -> None:
     """Set a part of what an object holds, or remove it."""
-    if isinstance(held, FunctionType):
+    if isinstance(held, FunctionType) and isinstance(key, int):
         held.__closure__[key].cell_contents = value  # type: ignore[index]
-    elif isinstance(held, type):
+    elif isinstance(held, type) or (not hasattr(held, "__dict__") and not isinstance(held, dict | Variables)):
         delattr(held, key) if value is _ABSENT else setattr(held, key, value)
     else:
         target = held if isinstance(held, dict) else held.held if isinstance(held, Variables) else vars(held)
@@ -242,11 +258,12 @@ def variables_of(modules: Iterable[nn.Module]) -> list[Variables]:
         for file in files:
             for name in names & file.keys():
                 value = file[name]
-                if isinstance(value, FunctionType):
-                    look(value)
-                elif isinstance(value, (*_PLAIN, *_COUNTING, Tensor, torch.Generator)) or (
-                    type(value).__module__ == file.get("__name__") and not callable(value)
-                ):
+                look(value)
+                if isinstance(value, FunctionType) and not _of_library(value.__module__):
+                    keeps = bool(value.__closure__ or value.__defaults__ or vars(value))
+                else:
+                    keeps = isinstance(value, _IN_FILES) or type(value).__module__ == file.get("__name__")
+                if keeps and not isinstance(value, nn.Module):
                     found.setdefault(id(file), (file, set()))[1].add(name)
 
     for _, kind in _classes(modules):
@@ -368,6 +385,11 @@ class FrameState:
             )
         for key, keys in changes.items():
             node, now = begun[key], ended[key]
+            if isinstance(node.held, Iterator):
+                raise CapabilityError(
+                    f"code between layers takes the next of {node.name}, which stages cannot keep apart; count with a "
+                    "number"
+                )
             before, after = dict(_items(node.contents)), dict(_items(now.contents))
             for part in keys if isinstance(now.contents, dict) else after:
                 one, other = before.get(part), after.get(part)
@@ -425,7 +447,7 @@ class FrameState:
 
 def _mapped(node: Node, function: Callable[[str, Tensor], Tensor]) -> Node:
     """Put others in the place of tensors that an object holds, directly or in tuples."""
-    if isinstance(node.held, tuple):
+    if isinstance(node.held, tuple | partial | MethodType):
         return node
 
     def one(name: str, part: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -112,12 +113,16 @@ class LossWatch(TorchFunctionMode):
         super().__init__()
         self.way, self.differentiates, self._frame, self._calm = 0, False, frame, calm
         self.aligns = False
+        self._asked: list[float] = []  # of data, by code that has them as numbers of Python; NaN for any
+        self._sizes = {samples}  # numbers that do not depend on data
         self._states: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # None: depends on neither
         for leaf in leaves_of(output):
             if isinstance(leaf, Tensor):
                 self._states[leaf] = _Data() if leaf.dim() or frame is None else frame.own(leaf, samples)
+                self._sizes.add(leaf.numel())
         for leaf, dim in target:
             self._states[leaf] = None if dim is None else _Data()
+            self._sizes.add(leaf.numel())
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -141,11 +146,15 @@ class LossWatch(TorchFunctionMode):
             self._states[args[0]] = self._after_writing(args[0], args[2])
         tensors = list(_tensors_in((*args, *kwargs.values())))
         found = [self._state_of(tensor) for tensor in tensors]
+        if any(found):
+            self._asked += _asked(name, args, result)
         for leaf in result if isinstance(result, tuple | list) else (result,):
             if not isinstance(leaf, Tensor):
                 continue
             if name == "grad":  # of a microbatch by itself: like a number that multiplies or is added
                 self._states[leaf], self.differentiates = None, True
+            elif self._asked and not self._calm and self._by_asked(name, (*args, *kwargs.values()), found):
+                self._states[leaf] = _Unknown(f"{name} of a sum and a number that was taken of samples; use the tensor")
             elif not all(isinstance(state, _Data | None) for state in found):
                 self._states[leaf] = _after_reduction(name, args, found, alone=self._frame is None)
             elif self._frame is None:
@@ -191,6 +200,21 @@ class LossWatch(TorchFunctionMode):
             state: _State | None = self._states.get(tensor, None)  # type: ignore[no-untyped-call]
             return state
         return _Data()
+
+    def _by_asked(self, name: str, values: Sequence[Any], found: Sequence[_State | None]) -> bool:
+        """Whether a sum is multiplied or divided by a number that code has taken of data, such as how many count."""
+        sums = [state for state in found if isinstance(state, _Sum)]
+        if not sums or name not in _DIVIDING | _MULTIPLYING:
+            return False
+        given = [value for value in values if isinstance(value, int | float)]
+        given += [float(t) for t in _tensors_in(values) if self._state_of(t) is None and t.numel() == 1 and t.is_cpu]
+        sizes = self._sizes.union(state.size for state in sums)
+        odd = [number for number in given if number and number not in sizes and 1 / number not in sizes]
+        return any(
+            math.isnan(asked) or any(math.isclose(x, asked, rel_tol=1e-6) for x in (number, 1 / number))
+            for number in odd
+            for asked in self._asked
+        )
 
     def _after_writing(self, into: Tensor, value: Any) -> _State | None:
         """Return what a tensor is after something was written into a part of it."""
@@ -241,6 +265,7 @@ _RESHAPING = frozenset(
         "requires_grad", "cpu", "cuda", "unbind",
     )
 )  # fmt: skip
+_PICKING = frozenset(("masked_select", "nonzero", "argwhere", "unique"))
 _OVER_CLASSES = frozenset(("cross_entropy", "nll_loss", "linear_cross_entropy"))
 
 
@@ -291,6 +316,17 @@ def _after_masked_mean(total: _Sum, count: _State, divisor: Any) -> _State:
     number = divisor.detach().reshape(())
     share = (float(number) if number.is_cpu else number.double()) / total.size if total.size else 0.0
     return _Means((share,))
+
+
+def _asked(name: str, args: Sequence[Any], result: Any) -> list[float]:
+    """Return the numbers that code gets by an operation on data, also as the length of a tensor; NaN for any."""
+    if isinstance(result, Tensor):
+        picks = name in _PICKING or (name == "getitem" and _is_mask(args[1]))
+        return [result.numel(), *result.shape] if picks else []
+    if name in ("tolist", "numpy", "array"):
+        return [math.nan]
+    asks = name in ("item", "int", "float", "index") and isinstance(result, int | float)
+    return [float(result)] if asks else []
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
