@@ -34,7 +34,7 @@ LossFunction = Callable[[Any, Any], Any]
 """(output, target) -> the mean over the targets of a microbatch, as a scalar; or (sum, weight), or these and numbers.
 """
 AUXILIARY = "auxiliary"  # the number of the losses that blocks add on their way
-_EXACT, _LARGE = 1 << 20, 1 << 26  # elements of an output that is tried in float64, and in variants
+_EXACT, _LARGE = 1 << 19, 1 << 21  # elements of an output that is tried in float64, and with others in its place
 _UNUSED = "appears to not have been used in the graph"  # torch's words of what `autograd.grad` is asked for
 _MEANS = ("mean", "batchmean")  # the second one over samples: of KLDivLoss
 
@@ -284,8 +284,8 @@ class _LossTrial:
         size = sum(leaf.numel() for leaf in leaves_of(pair[0]) if isinstance(leaf, Tensor))
         unseen = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # by who counts
         with unseen, torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore"):
-            for number, variant in enumerate(_variants(pair) if size <= _LARGE else (pair,)):
-                if number > 3 and self._aligns:  # other targets
+            for number, variant in enumerate(_variants(pair, size)):
+                if number > (3 if size <= _LARGE else 0) and self._aligns:  # other targets
                     break
                 wide = _changed(variant, lambda leaf: leaf.double() if _is_float(leaf) else leaf)
                 if size > _EXACT or not self._try(wide):
@@ -333,8 +333,11 @@ class _LossTrial:
         return (float(total) * weight if weight else 0.0), weight, max(1e-5, coarse**0.5)
 
 
-def _variants(pair: Any) -> Iterator[Any]:
-    """Yield an output and target of two samples, and others that are made of them, the second one's more so."""
+def _variants(pair: Any, size: int) -> Iterator[Any]:
+    """Yield an output and target of two samples, and others that are made of them, the second one's more so.
+
+    Of a large output only targets are changed: to make others would take seconds, and several times its memory.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def moved(leaf: Tensor) -> Tensor:
@@ -350,6 +353,10 @@ def _variants(pair: Any) -> Iterator[Any]:
         return leaf.cpu().masked_fill(_second(leaf) & odd, value or 0) if fits else leaf.cpu()
 
     yield pair
+    if size > _LARGE:
+        for value in (0, -100):
+            yield pair[0], _changed(pair[1], lambda leaf, value=value: some(leaf, value).to(leaf.device))
+        return
     for value in (None, 0, -100):
         for other in (moved, moved, weaker):  # what is a probability must stay one
             yield _changed(pair[0], other), _changed(pair[1], functools.partial(some, value=value))
