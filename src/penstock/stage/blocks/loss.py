@@ -342,20 +342,20 @@ def _variants(pair: Any, size: int) -> Iterator[Any]:
 
     def moved(leaf: Tensor) -> Tensor:
         noise = torch.rand(leaf.shape, generator=generator) * (1 + 3 * _second(leaf))
-        return leaf.cpu() + 3 * noise - 1 if _is_float(leaf) else leaf.cpu()
+        return (leaf.cpu() + 3 * noise - 1).to(leaf.device) if _is_float(leaf) else leaf
 
     def weaker(leaf: Tensor) -> Tensor:
-        return leaf.cpu() * (0.5 + torch.rand(leaf.shape, generator=generator) / 2) if _is_float(leaf) else leaf.cpu()
+        share = 0.5 + torch.rand(leaf.shape, generator=generator) / 2
+        return (leaf.cpu() * share).to(leaf.device) if _is_float(leaf) else leaf
 
     def some(leaf: Tensor, value: int | None) -> Tensor:
         fits = value == 0 or (value and leaf.dtype.is_signed and not _is_float(leaf))
         odd = torch.arange(leaf.numel()).view(leaf.shape) % 2 == 1
-        return leaf.cpu().masked_fill(_second(leaf) & odd, value or 0) if fits else leaf.cpu()
+        return leaf.cpu().masked_fill(_second(leaf) & odd, value or 0).to(leaf.device) if fits else leaf
 
     yield pair
     if size > _LARGE:
-        for value in (0, -100):
-            yield pair[0], _changed(pair[1], lambda leaf, value=value: some(leaf, value).to(leaf.device))
+        yield from ((pair[0], _changed(pair[1], functools.partial(some, value=value))) for value in (0, -100))
         return
     for value in (None, 0, -100):
         for other in (moved, moved, weaker):  # what is a probability must stay one
