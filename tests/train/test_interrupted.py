@@ -92,7 +92,7 @@ def lines_of(folder, key):
     return [line for line in lines if key in line]
 
 
-SHORT = ["batches=60", "sample_length=0", "checkpoint.every=25", "evaluate.every=15", "ema_decay=0.9"]
+SHORT = ["batches=300", "sample_length=0", "checkpoint.every=25", "evaluate.every=15", "ema_decay=0.9"]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_it_goes_on_bit_for_bit(tmp_path, text, send, number, command):
     assert "Traceback" not in err
     assert f"penstock train --resume {folder}" in printed
     (interrupted,) = [line["interrupted"] for line in lines_of(folder, "interrupted")]
-    assert 1 <= interrupted < 60
+    assert 1 <= interrupted < 300
     assert checkpoints(folder)[-1].name == f"batch-{interrupted:08d}"
     assert not (folder / "weights").exists()
     if number == signal.SIGTERM:
@@ -113,7 +113,7 @@ def test_it_goes_on_bit_for_bit(tmp_path, text, send, number, command):
     resumed = command("train", "--resume", folder)
     assert resumed.returncode == 0, resumed.stderr
     assert f"resuming from the checkpoint after {interrupted} batches" in resumed.stdout
-    assert sorted(line["batch"] for line in lines_of(folder, "batch")) == list(range(60))
+    assert sorted(line["batch"] for line in lines_of(folder, "batch")) == list(range(300))
     assert len(checkpoints(folder)) == 2
     whole = command("train", "--data", text, *settings(f"out={tmp_path / 'whole'}", *SHORT))
     assert whole.returncode == 0, whole.stderr
